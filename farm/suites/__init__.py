@@ -1,0 +1,1 @@
+"""Task generation: bug operators, micro repositories, tasks from real packages, qualification."""

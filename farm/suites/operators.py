@@ -1,0 +1,132 @@
+"""Bug operators: every way to break a Python source by changing one token, found in its syntax tree.
+
+``mutations`` is pure and deterministic. A mutation replaces one span of one line, so the rest of the file, comments and
+layout included, stays byte for byte as it was: the gold patch is the reverse edit.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_BINARY = {
+    ast.Add: ("+", "-"),
+    ast.Sub: ("-", "+"),
+    ast.Mult: ("*", "+"),
+    ast.FloorDiv: ("//", "*"),
+    ast.Mod: ("%", "//"),
+}
+_STRICT = {ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">")}
+_FLIP = {ast.Lt: ("<", ">"), ast.LtE: ("<=", ">="), ast.Gt: (">", "<"), ast.GtE: (">=", "<=")}
+_EQUAL = {ast.Eq: ("==", "!="), ast.NotEq: ("!=", "==")}
+_MEMBER = {ast.In: ("in", "not in"), ast.NotIn: ("not in", "in"), ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is")}
+_LOGIC = {ast.And: ("and", "or"), ast.Or: ("or", "and")}
+_NAMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
+
+KINDS = ("arith", "augment", "strict", "flip", "equal", "member", "logic", "negate", "number", "truth", "call")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Mutation:
+    """Replace ``old`` by ``new`` at ``line`` (from 1), ``column`` (characters, from 0). ``kind`` is one of KINDS."""
+
+    line: int
+    column: int
+    kind: str
+    old: str
+    new: str
+    function: str  # name of the enclosing function, "" at module level
+
+    def apply(self, source: str) -> str:
+        """The broken source. Raises ValueError when ``old`` is not where the mutation says."""
+        lines = source.splitlines(keepends=True)
+        text = lines[self.line - 1]
+        if text[self.column : self.column + len(self.old)] != self.old:
+            raise ValueError(f"line {self.line}, column {self.column} does not hold {self.old!r}")
+        lines[self.line - 1] = text[: self.column] + self.new + text[self.column + len(self.old) :]
+        return "".join(lines)
+
+
+def mutations(source: str, *, kinds: tuple[str, ...] = KINDS) -> list[Mutation]:
+    """All mutations of ``source`` that still parse, ordered by place. Raises SyntaxError on unreadable source."""
+    tree = ast.parse(source)
+    lines = source.splitlines(keepends=True)
+    found = set()
+    for mutation in _walk(tree, lines, ""):
+        if mutation.kind in kinds and _parses(mutation.apply(source)):
+            found.add(mutation)
+    return sorted(found)
+
+
+def _parses(source: str) -> bool:
+    try:
+        ast.parse(source)
+    except SyntaxError:
+        return False
+    return True
+
+
+def _walk(node: ast.AST, lines: list[str], function: str) -> Iterator[Mutation]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        function = node.name
+    for kind, left, right, (old, new) in _gaps(node):
+        place = _between(lines, left, right, old)
+        if place:
+            yield Mutation(line=place[0], column=place[1], kind=kind, old=old, new=new, function=function)
+    yield from _leaves(node, lines, function)
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.JoinedStr):  # positions inside f-strings can't be trusted before 3.12
+            yield from _walk(child, lines, function)
+
+
+def _gaps(node: ast.AST) -> Iterator[tuple[str, ast.expr, ast.expr, tuple[str, str]]]:
+    """Operators that stand between two expressions."""
+    if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
+        yield "arith", node.left, node.right, _BINARY[type(node.op)]
+    elif isinstance(node, ast.BoolOp):
+        yield from (("logic", a, b, _LOGIC[type(node.op)]) for a, b in zip(node.values, node.values[1:], strict=False))
+    elif isinstance(node, ast.Compare):
+        operands = [node.left, *node.comparators]
+        for left, op, right in zip(operands, node.ops, operands[1:], strict=False):
+            for kind, table in (("strict", _STRICT), ("flip", _FLIP), ("equal", _EQUAL), ("member", _MEMBER)):
+                if type(op) in table:
+                    yield kind, left, right, table[type(op)]
+    elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add | ast.Sub):
+        swap = ("+=", "-=") if isinstance(node.op, ast.Add) else ("-=", "+=")
+        yield "augment", node.target, node.value, swap
+
+
+def _leaves(node: ast.AST, lines: list[str], function: str) -> Iterator[Mutation]:
+    """Constants, names of built-ins, ``not``."""
+    if not isinstance(node, ast.expr):
+        return
+    line, column = node.lineno, _column(lines, node.lineno, node.col_offset)
+    if isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        old, new = str(node.value), str(not node.value)
+        yield Mutation(line=line, column=column, kind="truth", old=old, new=new, function=function)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, int) and 0 <= node.value < 1000:
+        old = lines[line - 1][column:][: len(str(node.value))]
+        if old == str(node.value):  # not 0x10, 1_000
+            new = str(node.value + 1)
+            yield Mutation(line=line, column=column, kind="number", old=old, new=new, function=function)
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        yield Mutation(line=line, column=column, kind="negate", old="not ", new="", function=function)
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _NAMES:
+        name = node.func.id
+        yield Mutation(line=line, column=column, kind="call", old=name, new=_NAMES[name], function=function)
+
+
+def _column(lines: list[str], line: int, byte_offset: int) -> int:
+    return len(lines[line - 1].encode()[:byte_offset].decode())
+
+
+def _between(lines: list[str], left: ast.expr, right: ast.expr, token: str) -> tuple[int, int] | None:
+    """Where ``token`` stands alone between two expressions of one line; None when it doesn't."""
+    if left.end_lineno is None or left.end_col_offset is None or left.end_lineno != right.lineno:
+        return None
+    start = _column(lines, left.end_lineno, left.end_col_offset)
+    gap = lines[right.lineno - 1][start : _column(lines, right.lineno, right.col_offset)]
+    if gap.strip(" ()") != token:
+        return None
+    return right.lineno, start + gap.index(token)
