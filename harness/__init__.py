@@ -1,0 +1,1 @@
+"""Claims in, a report out: starts runs through their public commands and measures only from the logs."""
