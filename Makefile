@@ -1,0 +1,31 @@
+# reproduce: trains a policy by asynchronous RL and regenerates every reported figure.   test: all tests.
+# check: style, types, import contracts.   bench: speed of the parts.   base-policy: makes the shipped weights anew.
+SHELL := bash
+BIN := .venv/bin
+PROFILE ?= full
+
+.PHONY: reproduce test check bench base-policy ci setup
+reproduce: .venv/ready
+	$(BIN)/harness reproduce --all --profile $(PROFILE)
+
+test: .venv/ready
+	$(BIN)/pytest --numprocesses 2 --dist loadscope --durations 10
+
+check: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: .venv/ready
+	$(BIN)/harness bench
+
+base-policy: .venv/ready
+	$(BIN)/trainer base-policy
+
+ci:
+	.ci/run
+
+setup: .venv/ready
+.venv/ready: pyproject.toml constraints.txt ci/setup.sh
+	ci/setup.sh
