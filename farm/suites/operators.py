@@ -7,6 +7,7 @@ layout included, stays byte for byte as it was: the gold patch is the reverse ed
 from __future__ import annotations
 
 import ast
+import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -40,7 +41,7 @@ class Mutation:
 
     def apply(self, source: str) -> str:
         """The broken source. Raises ValueError when ``old`` is not where the mutation says."""
-        lines = source.splitlines(keepends=True)
+        lines = _lines(source)
         text = lines[self.line - 1]
         if text[self.column : self.column + len(self.old)] != self.old:
             raise ValueError(f"line {self.line}, column {self.column} does not hold {self.old!r}")
@@ -51,12 +52,17 @@ class Mutation:
 def mutations(source: str, *, kinds: tuple[str, ...] = KINDS) -> list[Mutation]:
     """All mutations of ``source`` that still parse, ordered by place. Raises SyntaxError on unreadable source."""
     tree = ast.parse(source)
-    lines = source.splitlines(keepends=True)
+    lines = _lines(source)
     found = set()
     for mutation in _walk(tree, lines, ""):
         if mutation.kind in kinds and _parses(mutation.apply(source)):
             found.add(mutation)
     return sorted(found)
+
+
+def _lines(source: str) -> list[str]:
+    """Lines as Python counts them, ends kept: ``str.splitlines`` also splits at form feeds and separators."""
+    return list(io.StringIO(source, newline=""))
 
 
 def _parses(source: str) -> bool:
@@ -98,23 +104,27 @@ def _gaps(node: ast.AST) -> Iterator[tuple[str, ast.expr, ast.expr, tuple[str, s
 
 
 def _leaves(node: ast.AST, lines: list[str], function: str) -> Iterator[Mutation]:
-    """Constants, names of built-ins, ``not``."""
-    if not isinstance(node, ast.expr):
-        return
-    line, column = node.lineno, _column(lines, node.lineno, node.col_offset)
-    if isinstance(node, ast.Constant) and isinstance(node.value, bool):
-        old, new = str(node.value), str(not node.value)
-        yield Mutation(line=line, column=column, kind="truth", old=old, new=new, function=function)
-    elif isinstance(node, ast.Constant) and isinstance(node.value, int) and 0 <= node.value < 1000:
-        old = lines[line - 1][column:][: len(str(node.value))]
-        if old == str(node.value):  # not 0x10, 1_000
-            new = str(node.value + 1)
-            yield Mutation(line=line, column=column, kind="number", old=old, new=new, function=function)
-    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        yield Mutation(line=line, column=column, kind="negate", old="not ", new="", function=function)
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _NAMES:
-        name = node.func.id
-        yield Mutation(line=line, column=column, kind="call", old=name, new=_NAMES[name], function=function)
+    """Constants, names of built-ins, ``not``: what the expression begins with, if it is written the plain way."""
+    change = _leaf(node)
+    if change and isinstance(node, ast.expr):
+        kind, old, new = change
+        column = _column(lines, node.lineno, node.col_offset)
+        if lines[node.lineno - 1].startswith(old, column):  # not 0x10, 1_000, not(x), (min)(x)
+            yield Mutation(line=node.lineno, column=column, kind=kind, old=old, new=new, function=function)
+
+
+def _leaf(node: ast.AST) -> tuple[str, str, str] | None:
+    """Kind, old text and new text of the change to the first token of ``node``."""
+    match node:
+        case ast.Constant(value=bool(value)):
+            return "truth", str(value), str(not value)
+        case ast.Constant(value=int(value)) if 0 <= value < 1000:
+            return "number", str(value), str(value + 1)
+        case ast.UnaryOp(op=ast.Not()):
+            return "negate", "not ", ""
+        case ast.Call(func=ast.Name(id=name)) if name in _NAMES:
+            return "call", name, _NAMES[name]
+    return None
 
 
 def _column(lines: list[str], line: int, byte_offset: int) -> int:
