@@ -1,0 +1,396 @@
+"""Configuration: TOML -> closed, frozen models -> resolved JSON in the run folder.
+
+Every wrong value becomes one :class:`UsageError` line: where, what was given, what is allowed, what to do (Rule 11).
+The defaults are the profile ``micro`` (the embedded default on two cores); task sources that need more room start from
+another profile, and whatever the file or ``--set`` says wins over both.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from farm.errors import UsageError
+from farm.types import Boundary, Limits, SamplingParams
+
+# Whole-attempt slack beyond the episode's own wall limit: the lease must outlive it (tool < agent < episode < lease).
+LEASE_SLACK_S = 30.0
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ClusterConfig(_Section):
+    """``workers`` is "N" or "MIN:MAX"; ``address`` joins an existing Dask scheduler instead of starting one."""
+
+    workers: str = "2"
+    slots: int = Field(default=16, ge=1, le=10_000, description="episodes at once per worker")
+    address: str = ""
+    tls_ca: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+    settle_s: float = Field(default=30.0, ge=0)
+
+    @field_validator("workers", mode="before")
+    @classmethod
+    def _workers(cls, value: object) -> str:
+        text = str(value)
+        parse_workers(text)
+        return text
+
+    @model_validator(mode="after")
+    def _security(self) -> ClusterConfig:
+        if not self.address:
+            return self
+        scheme, _, rest = self.address.partition("://")
+        if scheme not in {"tcp", "tls"} or not rest:
+            raise ValueError(f"address {self.address!r} must be tcp://HOST:PORT or tls://HOST:PORT")
+        host = rest.rsplit(":", 1)[0].strip("[]")
+        if scheme == "tcp" and host not in {"127.0.0.1", "localhost", "::1"}:
+            raise ValueError(
+                f"address {self.address!r} is open to the network without TLS, and whoever reaches a scheduler runs "
+                "code; use tls://HOST:PORT with tls_ca, tls_cert and tls_key"
+            )
+        if scheme == "tls" and not (self.tls_ca and self.tls_cert and self.tls_key):
+            raise ValueError("a tls:// address needs tls_ca, tls_cert and tls_key (PEM files)")
+        for name in ("tls_ca", "tls_cert", "tls_key"):
+            path = getattr(self, name)
+            if path and not Path(path).is_file():
+                raise ValueError(f"{name} {path!r} is not a file")
+        return self
+
+    @property
+    def span(self) -> tuple[int, int]:
+        return parse_workers(self.workers)
+
+
+def parse_workers(text: str) -> tuple[int, int]:
+    """ "N" or "MIN:MAX" -> (minimum, maximum); raises ``ValueError`` with what is allowed."""
+    low, colon, high = text.partition(":")
+    if not low.strip().isdigit() or (colon and not high.strip().isdigit()):
+        raise ValueError(f"workers {text!r} must be N or MIN:MAX, for example 2 or 1:4")
+    minimum, maximum = int(low), int(high) if colon else int(low)
+    if minimum < 1:
+        raise ValueError(f"workers {text!r}: at least one worker is needed, for example 2 or 1:4")
+    if maximum < minimum:
+        raise ValueError(f"workers {text!r}: MIN must not be greater than MAX")
+    if maximum > 10_000:
+        raise ValueError(f"workers {text!r}: at most 10000")
+    return minimum, maximum
+
+
+class SandboxConfig(_Section):
+    provider: str = "bubblewrap"
+
+
+class EngineConfig(_Section):
+    """``kind`` "embedded" starts ``count`` CPU servers here; "sglang" uses the servers at ``urls``.
+
+    ``max_total_tokens`` is the KV budget of one engine, in tokens. ``overcommit``: admission lets episodes reserve this
+    many times that budget, since few use their whole context cap at once."""
+
+    kind: Literal["embedded", "sglang"] = "embedded"
+    count: int = Field(default=1, ge=1, le=64)
+    urls: tuple[str, ...] = ()
+    max_total_tokens: int = Field(default=32_768, ge=64)
+    context_length: int = Field(default=512, ge=32)
+    max_running_requests: int = Field(default=64, ge=1)
+    overcommit: float = Field(default=1.0, gt=0, le=100)
+    start_timeout_s: float = Field(default=60.0, gt=0)
+
+    @model_validator(mode="after")
+    def _urls(self) -> EngineConfig:
+        if self.kind == "sglang" and not self.urls:
+            raise ValueError('kind "sglang" needs urls, for example urls = ["http://127.0.0.1:30000"]')
+        if self.kind == "embedded" and self.urls:
+            raise ValueError('urls is only for kind "sglang"; embedded engines get their own ports')
+        for url in self.urls:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"urls: {url!r} must start with http:// or https://")
+        if self.max_total_tokens < self.context_length:
+            raise ValueError(
+                f"max_total_tokens {self.max_total_tokens} must hold at least one context_length "
+                f"({self.context_length}), or no episode is ever admitted"
+            )
+        return self
+
+
+class AgentConfig(_Section):
+    name: str = "bash"
+
+
+class RendererConfig(_Section):
+    name: str = "micro"
+
+
+class GraderConfig(_Section):
+    name: str = "tests"
+
+
+class PolicyConfig(_Section):
+    """``base``: Hugging Face model folder published as step 0 when the policy log is empty; "" = the shipped one."""
+
+    base: str = ""
+
+
+class RolloutConfig(_Section):
+    """``mode`` "sync" waits for a whole step's groups before it starts the next (max_staleness is then 0).
+
+    ``groups_per_step`` 0: nobody consumes, so no staleness bound. ``min_attempts``: how many graded attempts of a group
+    the trainer needs before it may train on the group."""
+
+    tasks: str = "micro:rl"
+    limit: int | None = Field(default=None, ge=1, description="use only the first N tasks")
+    purpose: Literal["rl", "eval"] = "rl"
+    group_size: int = Field(default=8, ge=1, le=1024)
+    groups_per_step: int = Field(default=16, ge=0)
+    max_staleness: int = Field(default=2, ge=0)
+    min_attempts: int = Field(default=2, ge=1)
+    mode: Literal["async", "sync"] = "async"
+    temperature: float = Field(default=1.0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=-1, ge=-1)
+    seed: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _sizes(self) -> RolloutConfig:
+        if self.min_attempts > self.group_size:
+            raise ValueError(f"min_attempts {self.min_attempts} must not exceed group_size {self.group_size}")
+        return self
+
+    @property
+    def staleness(self) -> int:
+        return 0 if self.mode == "sync" else self.max_staleness
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
+
+
+class LimitsConfig(_Section):
+    """:class:`farm.types.Limits`, and the lease. Ordered: tool_s < agent_s < episode_s < lease_s."""
+
+    max_turns: int = Field(default=8, ge=1)
+    max_tokens_per_turn: int = Field(default=48, ge=1)
+    max_context_tokens: int = Field(default=512, ge=16)
+    tool_s: float = Field(default=5.0, gt=0)
+    agent_s: float = Field(default=60.0, gt=0)
+    grade_s: float = Field(default=30.0, gt=0)
+    episode_s: float = Field(default=120.0, gt=0)
+    lease_s: float | None = Field(default=None, gt=0, description="default: episode_s + 30")
+    memory_bytes: int = Field(default=512 << 20, ge=1 << 20)
+    disk_bytes: int = Field(default=64 << 20, ge=1 << 20)
+    pids: int = Field(default=64, ge=4)
+    output_bytes: int = Field(default=16_384, ge=256)
+
+    @model_validator(mode="after")
+    def _order(self) -> LimitsConfig:
+        if not self.tool_s < self.agent_s < self.episode_s < self.lease:
+            raise ValueError(
+                f"time limits must be ordered tool_s < agent_s < episode_s < lease_s, given "
+                f"{self.tool_s:g}, {self.agent_s:g}, {self.episode_s:g}, {self.lease:g}"
+            )
+        if self.grade_s >= self.episode_s:
+            raise ValueError(f"grade_s {self.grade_s:g} must be less than episode_s {self.episode_s:g}")
+        return self
+
+    @property
+    def lease(self) -> float:
+        return self.episode_s + LEASE_SLACK_S if self.lease_s is None else self.lease_s
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(**self.model_dump(exclude={"lease_s"}))
+
+
+class RetryConfig(_Section):
+    """How many failures at each boundary an episode survives; ``lost``: attempts that went with their worker."""
+
+    sandbox_start: int = Field(default=5, ge=0)
+    sandbox_lost: int = Field(default=3, ge=0)
+    engine: int = Field(default=5, ge=0)
+    grader: int = Field(default=2, ge=0)
+    agent: int = Field(default=0, ge=0)
+    farm: int = Field(default=2, ge=0)
+    lost: int = Field(default=10, ge=0)
+    delay_s: float = Field(default=0.5, ge=0)
+
+    @property
+    def budgets(self) -> dict[Boundary, int]:
+        return {boundary: getattr(self, boundary.value) for boundary in Boundary}
+
+
+class LogConfig(_Section):
+    """A shard is sealed when it has this many rows or bytes, or when its oldest row is this old."""
+
+    seal_rows: int = Field(default=256, ge=1)
+    seal_bytes: int = Field(default=64 << 20, ge=1)
+    seal_age_s: float = Field(default=2.0, gt=0)
+
+
+class FarmConfig(_Section):
+    cluster: ClusterConfig = ClusterConfig()
+    sandbox: SandboxConfig = SandboxConfig()
+    engine: EngineConfig = EngineConfig()
+    agent: AgentConfig = AgentConfig()
+    renderer: RendererConfig = RendererConfig()
+    grader: GraderConfig = GraderConfig()
+    policy: PolicyConfig = PolicyConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    limits: LimitsConfig = LimitsConfig()
+    retry: RetryConfig = RetryConfig()
+    log: LogConfig = LogConfig()
+
+    @model_validator(mode="after")
+    def _context(self) -> FarmConfig:
+        if self.limits.max_context_tokens > self.engine.context_length:
+            raise ValueError(
+                f"limits.max_context_tokens {self.limits.max_context_tokens} must not exceed engine.context_length "
+                f"{self.engine.context_length}"
+            )
+        return self
+
+
+# Task source (the part of the spec before ":") -> what differs from the micro profile.
+PROFILES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "micro": {},
+    "pypi": {
+        "cluster": {"slots": 2},
+        "limits": {
+            "tool_s": 60.0,
+            "agent_s": 300.0,
+            "grade_s": 120.0,
+            "episode_s": 600.0,
+            "memory_bytes": 1 << 30,
+            "disk_bytes": 256 << 20,
+            "pids": 256,
+        },
+    },
+    "swebench": {
+        "cluster": {"slots": 4},
+        "renderer": {"name": "chat"},
+        "engine": {"context_length": 32_768, "max_total_tokens": 1_500_000},
+        "limits": {
+            "max_turns": 100,
+            "max_tokens_per_turn": 2_048,
+            "max_context_tokens": 32_768,
+            "tool_s": 300.0,
+            "agent_s": 3_600.0,
+            "grade_s": 1_800.0,
+            "episode_s": 5_700.0,
+            "memory_bytes": 4 << 30,
+            "disk_bytes": 4 << 30,
+            "pids": 1_024,
+        },
+    },
+}
+
+
+def load_config(
+    path: Path | None = None,
+    *,
+    sets: Sequence[str] = (),
+    overrides: Mapping[str, Mapping[str, Any]] | None = None,
+) -> FarmConfig:
+    """Profile of the task source, then ``path``, then ``sets`` ("section.key=value"), then ``overrides`` (what the
+    command line says by its own options). Raises ``UsageError``."""
+    given: dict[str, Any] = {}
+    where = "configuration"
+    if path is not None:
+        where = str(path)
+        given = _read_toml(path)
+    for item in sets:
+        _apply_set(given, item)
+    for section, values in (overrides or {}).items():
+        for key, value in values.items():
+            if value is not None:
+                _section_of(given, section, where)[key] = value
+    return parse_config(given, where=where)
+
+
+def parse_config(given: Mapping[str, Any], *, where: str = "configuration") -> FarmConfig:
+    """Models from nested tables laid over the profile of ``rollout.tasks``. Raises ``UsageError``."""
+    rollout = given.get("rollout")
+    spec = rollout.get("tasks") if isinstance(rollout, Mapping) else None
+    source = spec.partition(":")[0] if isinstance(spec, str) else "micro"
+    merged: dict[str, Any] = {name: dict(values) for name, values in PROFILES.get(source, {}).items()}
+    for section, values in given.items():
+        if isinstance(values, Mapping) and isinstance(merged.get(section, {}), dict):
+            merged.setdefault(section, {}).update(values)
+        else:
+            merged[section] = values
+    try:
+        return FarmConfig.model_validate(merged)
+    except ValidationError as error:
+        raise UsageError(_explain(error, where)) from None
+
+
+def to_json(config: FarmConfig) -> dict[str, Any]:
+    """The resolved configuration as plain JSON data; ``parse_config`` reads it back unchanged."""
+    data: dict[str, Any] = json.loads(config.model_dump_json())
+    return data
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"{path}: no such configuration file; give an existing TOML file to --config") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: can't read the configuration file ({error}); give a readable TOML file") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{path}: not valid TOML ({error}); correct that line") from None
+
+
+def _apply_set(given: dict[str, Any], item: str) -> None:
+    name, equals, text = item.partition("=")
+    section, dot, key = name.strip().partition(".")
+    if not equals or not dot or not section or not key:
+        raise UsageError(f"--set {item!r}: must be section.key=value, for example rollout.group_size=4")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()  # a bare word is a string, so that --set sandbox.provider=fake needs no quotes
+    _section_of(given, section, "--set")[key] = value
+
+
+def _section_of(given: dict[str, Any], section: str, where: str) -> dict[str, Any]:
+    table = given.setdefault(section, {})
+    if not isinstance(table, dict):
+        raise UsageError(f"{where}: {section} must be a table, given {table!r}; write [{section}] and keys below it")
+    return table
+
+
+def _explain(error: ValidationError, where: str) -> str:
+    """The first problem, as one line."""
+    first = error.errors(include_url=False)[0]
+    location = [str(part) for part in first["loc"]]
+    name = ".".join(location) or "configuration"
+    kind = first["type"]
+    if kind == "extra_forbidden":
+        return f"{where}: {name}: unknown key; {_allowed(location)}"
+    message = first["msg"].removeprefix("Value error, ").rstrip(".")
+    message = message[:1].lower() + message[1:]
+    if kind == "value_error":
+        return f"{where}: {name}: {message}"
+    return f"{where}: {name}: given {first['input']!r}, but {message}; correct the value"
+
+
+def _allowed(location: Sequence[str]) -> str:
+    model: type[BaseModel] = FarmConfig
+    for part in location[:-1]:
+        annotation = model.model_fields[part].annotation if part in model.model_fields else None
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return "remove it"
+        model = annotation
+    names = sorted(model.model_fields)
+    near = difflib.get_close_matches(location[-1], names, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"{hint}allowed: {', '.join(names)}"
