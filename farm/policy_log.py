@@ -55,7 +55,7 @@ class PolicyLog:
 
         A step that is published already with the same bytes is returned as it is. Raises :class:`UsageError` when its
         bytes differ or when another process is publishing, :class:`FarmError` (``disk_full``, ``storage``) when the
-        disk fails; what else ``write`` raises passes through. In every case readers see the step whole or not at all."""
+        disk fails; what else ``write`` raises passes through. Readers see the step whole or not at all."""
         if step < 0:
             raise UsageError(f"{self.path}: step {step} can't be published; allowed are steps from 0")
         lock = FolderLock(self.path / "publisher.lock", "publisher")
