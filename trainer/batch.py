@@ -1,0 +1,108 @@
+"""PURE: trajectories to token sequences to padded micro-batches.
+
+Invariant: the ids of a sequence are the concatenation of what the engine was given and what it sampled, in order, and
+nothing else (Rule 4); the loss covers sampled ids only, each with the log-probability recorded when it was sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from farm.types import Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenSequence:
+    """One segment of a trajectory. ``ids`` [L]; ``sampled`` [L] marks sampled ids, ``logprobs`` [L] holds their
+    recorded log-probabilities (0 elsewhere); ``advantage`` is that of the whole trajectory."""
+
+    ids: NDArray[np.int64]
+    sampled: NDArray[np.bool_]
+    logprobs: NDArray[np.float32]
+    advantage: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MicroBatch:
+    """``ids``, ``labels`` (the next id) and ``mask`` (loss here) are [B, T], padded on the right with id 0;
+    ``old_logprobs`` and ``advantages`` are [N], in row-major order of the mask."""
+
+    ids: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    mask: NDArray[np.bool_]
+    old_logprobs: NDArray[np.float32]
+    advantages: NDArray[np.float32]
+
+    @property
+    def tokens(self) -> int:
+        """Loss tokens."""
+        return len(self.advantages)
+
+
+def sequences(trajectory: Trajectory, *, advantage: float = 0.0) -> list[TokenSequence]:
+    """One sequence for each segment that has sampled ids. Raises ``ValueError`` when a turn's log-probabilities do not
+    match its ids or are not finite."""
+    segments: dict[int, tuple[list[int], list[bool], list[float]]] = {}
+    for turn in trajectory.turns:
+        if len(turn.output_ids) != len(turn.output_logprobs):
+            raise ValueError(
+                f"episode {trajectory.episode_id}: {len(turn.output_ids)} sampled ids but "
+                f"{len(turn.output_logprobs)} log-probabilities"
+            )
+        ids, sampled, logprobs = segments.setdefault(turn.segment, ([], [], []))
+        context = len(turn.context_ids)
+        ids += turn.context_ids
+        ids += turn.output_ids
+        sampled += [False] * context + [True] * len(turn.output_ids)
+        logprobs += [0.0] * context
+        logprobs += turn.output_logprobs
+    out = []
+    for ids, sampled, logprobs in segments.values():
+        values = np.asarray(logprobs, dtype=np.float32)
+        if not np.isfinite(values).all():
+            raise ValueError(f"episode {trajectory.episode_id}: a recorded log-probability is not finite")
+        if any(sampled):
+            out.append(
+                TokenSequence(
+                    ids=np.asarray(ids, dtype=np.int64),
+                    sampled=np.asarray(sampled, dtype=np.bool_),
+                    logprobs=values,
+                    advantage=advantage,
+                )
+            )
+    return out
+
+
+def micro_batches(items: Iterable[TokenSequence], *, max_tokens: int, loss_on_all: bool = False) -> list[MicroBatch]:
+    """Group sequences of like length so that rows x longest <= ``max_tokens`` (one longer sequence stands alone).
+
+    The order depends on the sequences alone, so equal input gives equal batches. ``loss_on_all`` takes every id but
+    the first into the loss, not sampled ids only. Sequences without a loss token are left out.
+    """
+    usable = [s for s in items if len(s.ids) > 1 and (loss_on_all or s.sampled[1:].any())]
+    rows: list[TokenSequence] = []
+    out: list[MicroBatch] = []
+    for sequence in sorted(usable, key=lambda s: len(s.ids)):
+        if rows and (len(rows) + 1) * (len(sequence.ids) - 1) > max_tokens:
+            out.append(_padded(rows, loss_on_all))
+            rows = []
+        rows.append(sequence)
+    if rows:
+        out.append(_padded(rows, loss_on_all))
+    return out
+
+
+def _padded(rows: Sequence[TokenSequence], loss_on_all: bool) -> MicroBatch:
+    shape = (len(rows), len(rows[-1].ids) - 1)  # the last row is the longest
+    ids, labels = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    mask, old, advantages = np.zeros(shape, np.bool_), np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+    for i, row in enumerate(rows):
+        n = len(row.ids) - 1
+        ids[i, :n], labels[i, :n] = row.ids[:-1], row.ids[1:]
+        mask[i, :n] = True if loss_on_all else row.sampled[1:]
+        old[i, :n], advantages[i, :n] = row.logprobs[1:], row.advantage
+    return MicroBatch(ids=ids, labels=labels, mask=mask, old_logprobs=old[mask], advantages=advantages[mask])

@@ -1,0 +1,86 @@
+"""Megatron-core on a machine without CUDA: every deviation from stock Megatron, in one place.
+
+Importing this module imports Megatron; all modules of this package get it through ``trainer.megatron``'s
+``__init__``. Where CUDA exists nothing is changed: :func:`cuda_literals` is then a null context.
+
+What stock Megatron-core 0.16 insists on, and the way round:
+
+* **C1** its ``jit_fuser`` is ``torch.compile``, applied as a decorator at import. Merely applying it loads Inductor
+  (4 s of a 7 s import) and its result needs a C++ compiler on CPU. During the import ``torch.compile`` is identity.
+* **C2** ``torch.cuda.current_device()`` is called for the device of new tensors (rotary embedding, gradient buffers,
+  MoE router). It answers with the CPU device.
+* **C3** literals: ``device="cuda"`` in the schedule, the optimizer and gradient clipping, and a comparison of
+  ``Tensor.type()`` with ``"torch.cuda.FloatTensor"``. A torch function mode rewrites both. It costs 1.4 µs per torch
+  call, so it is entered only where the literals are (:func:`cuda_literals`), and left for the model's forward
+  (:func:`plain_torch`).
+* **C4** (a slip of Megatron, wherever Transformer Engine is missing) the MoE router looks for the name
+  ``te_general_gemm`` that only Transformer Engine defines. It is given the value None.
+
+Not needed on one rank with the modules chosen in :mod:`trainer.megatron.model`, hence not here: CUDA random states
+(initialisation on CPU, no dropout), streams (all-gather token dispatcher), Transformer Engine stubs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+HAVE_CUDA = torch.cuda.is_available()
+
+
+def _not_compiled(function: Any = None, **_: Any) -> Any:
+    return function if function is not None else lambda f: f
+
+
+def _import_megatron() -> None:
+    compile_ = torch.compile
+    if not HAVE_CUDA:
+        torch.compile = _not_compiled  # C1
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # one line for each of Apex, Transformer Engine, ... that is missing
+            from megatron.core.transformer.moe import moe_utils
+    finally:
+        torch.compile = compile_
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # C4
+
+
+class _CudaLiterals(TorchFunctionMode):
+    """C3."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if kwargs.get("device") == "cuda":
+            kwargs = {**kwargs, "device": "cpu"}
+        result = func(*args, **kwargs)
+        if func is torch.Tensor.type and isinstance(result, str):
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
+
+
+def cuda_literals() -> contextlib.AbstractContextManager[Any]:
+    """Enter around calls into Megatron's schedule and optimizer."""
+    return contextlib.nullcontext() if HAVE_CUDA else _CudaLiterals()
+
+
+@contextlib.contextmanager
+def plain_torch() -> Iterator[None]:
+    """Leave :func:`cuda_literals` for a hot region that holds no such literals (the model's forward)."""
+    if HAVE_CUDA:
+        yield
+    else:
+        with torch._C.DisableTorchFunction():
+            yield
+
+
+_import_megatron()
+if not HAVE_CUDA:
+    torch.cuda.current_device = lambda: torch.device("cpu")  # C2

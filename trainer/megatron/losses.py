@@ -1,0 +1,42 @@
+"""The two losses, as sums over loss tokens (the learner divides by their number in the whole batch)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from trainer.batch import MicroBatch
+
+
+def nll(logprobs: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, float]]:
+    """Supervised: negative log-likelihood."""
+    del batch
+    return -logprobs.sum(), {}
+
+
+def grpo(clip_low: float, clip_high: float) -> Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, float]]]:
+    """Clipped policy gradient on recorded log-probabilities.
+
+    Per token: ``-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)`` with ``ratio = exp(new - recorded)``.
+    Metric sums: ``clipped`` (tokens whose gradient the clip cut off), ``kl`` (``exp(-d) - 1 + d`` with ``d = new -
+    recorded``, the low-variance estimate of KL(recorded || new)), ``surprise`` (``-new``: an estimate of the entropy).
+    """
+
+    def loss(logprobs: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, float]]:
+        recorded = torch.from_numpy(batch.old_logprobs)
+        advantages = torch.from_numpy(batch.advantages)
+        delta = logprobs - recorded
+        ratio = delta.exp()
+        free = ratio * advantages
+        clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
+        with torch.no_grad():
+            sums = {
+                "clipped": float((clipped < free).sum()),
+                "kl": float(((-delta).exp() - 1.0 + delta).sum()),
+                "surprise": float(-logprobs.sum()),
+            }
+        return -torch.minimum(free, clipped).sum(), sums
+
+    return loss
