@@ -1,0 +1,77 @@
+"""The agent's change as a diff against the base commit, whatever it did to its repository.
+
+The diff is taken with a git directory of the farm's own, written beside the work tree after the agent has ended:
+commits, a rewritten history, hooks, filters or a removed ``.git`` make no difference. Only a repository that came with
+the image is read through its own ``.git``.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shlex
+from collections.abc import Mapping
+
+from farm.errors import FarmError
+from farm.protocols import Sandbox
+from farm.types import Task
+from farm.workspace import workspace
+
+MAX_PATCH_BYTES = 1 << 20
+
+_TIMEOUT_S = 30.0
+_REFUSED = (1, 128)  # exit codes of a git that says no
+_SCRIPT = """\
+export GIT_DIR={git_dir} GIT_WORK_TREE={workdir} GIT_CONFIG_GLOBAL=/dev/null GIT_CONFIG_NOSYSTEM=1 GIT_OPTIONAL_LOCKS=0
+mkdir -p {workdir} && cd {workdir} || exit 1
+stage() {{ git add --all --intent-to-add . ; }}
+stage || {{ find . -mindepth 2 -name .git -prune -exec rm -rf {{}} + ; stage; }} || exit
+git -c core.fileMode={file_mode} diff --no-ext-diff --no-textconv --no-renames --no-color --full-index --binary \
+--src-prefix=a/ --dst-prefix=b/ {base} > {diff}
+"""
+
+
+class NoPatchError(Exception):
+    """The agent left something that no diff can be taken of. Its own doing: graded, not retried."""
+
+
+async def collect_patch(task: Task, sandbox: Sandbox) -> str:
+    """The diff between the base commit and the work tree, at most ``MAX_PATCH_BYTES``.
+
+    New files count, ignored ones don't. Raises NoPatchError, ``SandboxLostError``, or FarmError when git is missing or
+    takes too long.
+    """
+    folder = f"/tmp/farm-{secrets.token_hex(4)}"
+    prefix = f"{task.workdir}/.git/"
+    git = {
+        f"{folder}/git/{path.removeprefix(prefix)}": data
+        for path, data in (await workspace(task)).items()
+        if path.startswith(prefix)
+    }
+    diff = await _diff(task, sandbox, git, folder)
+    try:
+        return diff.decode()
+    except UnicodeDecodeError:
+        as_binary = {f"{folder}/git/info/attributes": b"* -diff\n"}
+        return (await _diff(task, sandbox, git | as_binary, folder)).decode(errors="replace")
+
+
+async def _diff(task: Task, sandbox: Sandbox, git: Mapping[str, bytes], folder: str) -> bytes:
+    await sandbox.write_files(git or {f"{folder}/README": b""})
+    script = _SCRIPT.format(
+        git_dir=f"{folder}/git" if git else shlex.quote(f"{task.workdir}/.git"),
+        workdir=shlex.quote(task.workdir),
+        file_mode="false" if git else "true",
+        base=shlex.quote(task.base_commit),
+        diff=f"{folder}/agent.diff",
+    )
+    result = await sandbox.exec(script, timeout_s=_TIMEOUT_S, cwd="/")
+    if result.timed_out:
+        raise FarmError(f"{task.instance_id}: taking the diff took over {_TIMEOUT_S:g} s", kind="collect_timeout")
+    if result.exit_code in _REFUSED:
+        raise NoPatchError(f"git can't read what the agent left: {result.output[-500:]}")
+    if result.exit_code != 0:
+        raise FarmError(f"{task.instance_id}: exit code {result.exit_code}: {result.output[-500:]}", kind="collect")
+    try:
+        return await sandbox.read_file(f"{folder}/agent.diff", max_bytes=MAX_PATCH_BYTES)
+    except ValueError as error:
+        raise NoPatchError(f"the diff is larger than {MAX_PATCH_BYTES} bytes") from error

@@ -1,0 +1,212 @@
+"""Grading by the task's own tests, in a sandbox the agent has never seen.
+
+Only the agent's diff crosses over. The tests go onto the base commit first, then what ``farm.grader.admit`` lets
+through of the diff, then the eval script runs as one command whose output, stdout and stderr in order, is the log.
+
+What can go wrong, and whose fault it is:
+
+- The tests do not go onto the base commit, bash or a command that the eval script names is missing, the sandbox breaks:
+  ``GraderError`` or ``SandboxLostError``. Nothing of the agent's has run by then, or the machine was asked again.
+- The diff does not apply, is too large, breaks the test run, kills it, floods the log or makes it run out of time:
+  a grade, not resolved.
+
+The code under test runs in the same process as the tests, so it can print what it likes. What is done about that: the
+markers of the log carry a random word made for this grading, the tests' exit code is reported under the same word, a
+non-zero one with no failing test is not believed, neither is a test reported in two ways, and every expected test must
+be reported as passed. Code that goes as far as to read the script of its parent process can still forge a log.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from farm.errors import GraderError
+from farm.grader import MAX_LOG_BYTES
+from farm.grader.admit import admit
+from farm.grader.diffs import FileDiff, apply_plain, read
+from farm.grader.parsers import END_MARKER, PARSERS, START_MARKER
+from farm.protocols import ExecResult, Sandbox
+from farm.types import Evidence, Limits, Task
+from farm.workspace import workspace
+
+MAX_PATCH_BYTES = 1 << 20
+
+_TAIL = 2_000
+_TEST_DIFF, _AGENT_DIFF, _EVAL = "/tmp/test.diff", "/tmp/agent.diff", "/tmp/eval.sh"
+_APPLY = "git apply --whitespace=nowarn"
+_MARKER_LINE = r"^([ \t]*(?:echo|:)[ \t]+['\"]?)({})(['\"]?[ \t]*)$"
+_REFUSED = (1, 128)  # exit codes of a git that says no
+_NOT_RUNNABLE = (126, 127)
+_MISSING = re.compile(r"line \d+: (\S+): (?:command not found|No such file or directory|Permission denied)")
+
+
+class TestGrader:
+    """See ``farm.protocols.Grader``. The sandbox is opened with ``farm.grader.grading_spec``."""
+
+    __test__ = False  # pytest: this is no test class
+
+    async def grade(self, task: Task, patch: str, *, sandbox: Sandbox, limits: Limits) -> Evidence:
+        """Grade ``patch``. An eval script that runs ``git apply`` itself (SWE-bench rows) brings its own tests, so the
+        test patch is then not applied before. Raises GraderError; see the module."""
+        if task.log_parser not in PARSERS:
+            raise GraderError(
+                f"{task.instance_id}: log parser {task.log_parser!r} is unknown: {', '.join(sorted(PARSERS))}",
+                kind="log_parser",
+                retryable=False,
+            )
+        if len(patch.encode()) > MAX_PATCH_BYTES:
+            return not_resolved(task, f"the patch is larger than {MAX_PATCH_BYTES} bytes", patch_applied=False)
+        try:
+            parts = read(patch)
+        except ValueError as error:
+            return not_resolved(task, f"the patch is not a git diff: {error}", patch_applied=False)
+        kept, left_out = admit(task, parts)
+        word = secrets.token_hex(8)
+        plan = await _plan(task, kept, word)
+        await sandbox.write_files(plan.files)
+        result = await sandbox.exec(plan.command, timeout_s=limits.grade_s, cwd="/")
+        note = f"left at base: {', '.join(left_out)}\n" if left_out else ""
+        return await _judge(task, result, word, note, sandbox, limits)
+
+
+def not_resolved(task: Task, why: str, *, patch_applied: bool, exit_code: int = 0) -> Evidence:
+    """The evidence of a patch that no test was run for."""
+    return Evidence(
+        statuses=dict.fromkeys((*task.fail_to_pass, *task.pass_to_pass), "MISSING"),
+        resolved=False,
+        patch_applied=patch_applied,
+        exit_code=exit_code,
+        log_tail=why[-_TAIL:],
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """What to write and the one command to run."""
+
+    files: Mapping[str, bytes]
+    command: str
+
+
+async def _plan(task: Task, kept: list[FileDiff], word: str) -> _Plan:
+    """Files and script of one grading. The script says "<word> base" once the tests are in place and "<word> patched"
+    once the agent's changes are, before anything of them runs."""
+    base = await workspace(task)
+    own_tests = "git apply" in task.eval_script
+    try:
+        tests = [] if own_tests else read(task.test_patch)
+    except ValueError as error:
+        raise GraderError(f"{task.instance_id}: test patch: {error}", kind="test_patch", retryable=False) from error
+    tree = _tree(task, base)
+    made = _apply(tree, tests, kept) if base else None
+    if made is not None:
+        files = {f"{task.workdir}/{path}": data for path, data in made.items()}
+        if "git" in task.eval_script:
+            files |= {path: data for path, data in base.items() if path.startswith(f"{task.workdir}/.git/")}
+        steps = [f"echo {word} base", f"echo {word} patched"]
+    else:
+        files = dict(base)
+        steps = []
+        if tests:
+            files[_TEST_DIFF] = task.test_patch.encode()
+            steps.append(f"{_APPLY} {_TEST_DIFF} || exit")
+        steps.append(f"echo {word} base")
+        if kept:
+            files[_AGENT_DIFF] = "".join(part.text for part in kept).encode()
+            steps.append(f"{_APPLY} {_AGENT_DIFF} || exit")
+        steps.append(f"echo {word} patched")
+    files[_EVAL] = _marked(task, word).encode()
+    head = [f"cd {shlex.quote(task.workdir)} || exit", "exec 2>&1", *steps]
+    return _Plan(files=files, command="\n".join([*head, f"exec bash {_EVAL}"]))
+
+
+def _tree(task: Task, base: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The work tree among the workspace's files: path inside the repository -> bytes."""
+    prefix = f"{task.workdir}/"
+    return {path.removeprefix(prefix): data for path, data in base.items() if not path.startswith(f"{prefix}.git/")}
+
+
+def _apply(tree: dict[str, bytes], tests: list[FileDiff], kept: list[FileDiff]) -> dict[str, bytes] | None:
+    """The graded tree, without git; None where git has to decide. Saves two processes for nearly every grading."""
+    for parts in (tests, kept):
+        changed = apply_plain(parts, tree)
+        if changed is None:
+            return None
+        tree = {path: data for path, data in {**tree, **changed}.items() if data is not None}
+    return tree
+
+
+def _marked(task: Task, word: str) -> str:
+    """The eval script with ``word`` in its markers and a report of the tests' exit code. Raises GraderError."""
+    script, starts = re.subn(
+        _MARKER_LINE.format(re.escape(START_MARKER)), rf"\g<1>\g<2> {word}\g<3>", task.eval_script, flags=re.MULTILINE
+    )
+    script, ends = re.subn(
+        _MARKER_LINE.format(re.escape(END_MARKER)),
+        rf"FARM_TESTS_EXIT=$?\n\g<1>\g<2> {word}\g<3>\necho {word} exit $FARM_TESTS_EXIT",
+        script,
+        flags=re.MULTILINE,
+    )
+    if starts != 1 or ends != 1:
+        raise GraderError(
+            f"{task.instance_id}: the eval script must write {START_MARKER!r} and {END_MARKER!r} on a line of its own "
+            "each, once",
+            kind="eval_script",
+            retryable=False,
+        )
+    return script
+
+
+async def _judge(task: Task, result: ExecResult, word: str, note: str, sandbox: Sandbox, limits: Limits) -> Evidence:
+    """The evidence that the log gives. Raises GraderError when it shows a broken machine."""
+    lines = result.output.splitlines()
+    where = f"{task.instance_id}: exit code {result.exit_code}: {result.output[-500:]}"
+    if result.truncated and len(result.output) < MAX_LOG_BYTES // 4:  # 4: bytes of a character, at most
+        raise GraderError(f"{where}\nthe sandbox keeps too little output", kind="log_cut", retryable=False)
+    if f"{word} base" not in lines:
+        raise GraderError(f"the tests could not be put in place: {where}", kind="test_patch")
+    if f"{word} patched" not in lines:
+        if result.exit_code not in _REFUSED:
+            raise GraderError(f"git apply broke: {where}", kind="apply")
+        return not_resolved(
+            task, f"{note}the patch does not apply: {result.output}", patch_applied=False, exit_code=result.exit_code
+        )
+    starts = [i for i, line in enumerate(lines) if f"{START_MARKER} {word}" in line]
+    ends = [i for i, line in enumerate(lines) if f"{END_MARKER} {word}" in line]
+    exits = [line.split()[-1] for line in lines if line.startswith(f"{word} exit ")]
+    ran = bool(starts and ends and len(exits) == 1 and not result.timed_out)
+    exit_code = int(exits[0]) if ran else result.exit_code
+    region = lines[starts[0] + 1 : ends[-1]] if ran else lines
+    found = PARSERS[task.log_parser]("\n".join([START_MARKER, *region, END_MARKER]))
+    if not found and exit_code in _NOT_RUNNABLE:
+        await _ask_machine(task, result.output, sandbox, limits)
+    statuses = {test: found.get(test, "MISSING") for test in (*task.fail_to_pass, *task.pass_to_pass)}
+    believed = exit_code == 0 or any(status != "PASSED" for status in found.values())
+    if result.timed_out:
+        note += f"the tests ran out of time after {limits.grade_s:g} s\n"
+    elif not ran:
+        note += "the test run was ended from within\n"
+    elif not believed:
+        note += f"exit code {exit_code} but no failing test\n"
+    return Evidence(
+        statuses=statuses,
+        resolved=ran and believed and bool(statuses) and all(status == "PASSED" for status in statuses.values()),
+        patch_applied=True,
+        exit_code=exit_code,
+        log_tail=note + "\n".join(region)[-_TAIL:],
+    )
+
+
+async def _ask_machine(task: Task, log: str, sandbox: Sandbox, limits: Limits) -> None:
+    """The eval script could not run a command. Code under test can say so as well, so look whether it is true.
+
+    Raises GraderError when a command that the eval script names is really missing."""
+    for name in sorted(set(_MISSING.findall(log))):
+        if name in task.eval_script:
+            check = await sandbox.exec(f"command -v {shlex.quote(name)}", timeout_s=limits.tool_s)
+            if check.exit_code != 0:
+                raise GraderError(f"{task.instance_id}: the sandbox has no {name}", kind="environment")
