@@ -41,7 +41,7 @@ class Mutation:
 
     def apply(self, source: str) -> str:
         """The broken source. Raises ValueError when ``old`` is not where the mutation says."""
-        lines = _lines(source)
+        lines = source_lines(source)
         text = lines[self.line - 1]
         if text[self.column : self.column + len(self.old)] != self.old:
             raise ValueError(f"line {self.line}, column {self.column} does not hold {self.old!r}")
@@ -52,7 +52,7 @@ class Mutation:
 def mutations(source: str, *, kinds: tuple[str, ...] = KINDS) -> list[Mutation]:
     """All mutations of ``source`` that still parse, ordered by place. Raises SyntaxError on unreadable source."""
     tree = ast.parse(source)
-    lines = _lines(source)
+    lines = source_lines(source)
     found = set()
     for mutation in _walk(tree, lines, ""):
         if mutation.kind in kinds and _parses(mutation.apply(source)):
@@ -60,7 +60,7 @@ def mutations(source: str, *, kinds: tuple[str, ...] = KINDS) -> list[Mutation]:
     return sorted(found)
 
 
-def _lines(source: str) -> list[str]:
+def source_lines(source: str) -> list[str]:
     """Lines as Python counts them, ends kept: ``str.splitlines`` also splits at form feeds and separators."""
     return list(io.StringIO(source, newline=""))
 
