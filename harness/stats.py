@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 
-RESAMPLES = 10_000
+RESAMPLES = 4_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
