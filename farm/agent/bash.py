@@ -109,7 +109,7 @@ class _Run:
             cut = generation.finish_reason != "stop"
             action = Action(command=None) if cut else self._renderer.parse(generation.output_ids)
             result = None
-            if action.command is not None:
+            if action.command is not None and not action.submit:
                 if self._left() <= 0:
                     self._record(context, generation, action, None)
                     return EndReason.TIME_LIMIT

@@ -23,13 +23,13 @@ class OracleAgent:
         self,
         task: Task,
         *,
-        episode_id: str,  # noqa: ARG002
+        episode_id: str,
         sandbox: Sandbox,
-        engine: Engine,  # noqa: ARG002
-        renderer: Renderer,  # noqa: ARG002
-        sampling: SamplingParams,  # noqa: ARG002
+        engine: Engine,
+        renderer: Renderer,
+        sampling: SamplingParams,
         limits: Limits,
-        min_step: int,  # noqa: ARG002
+        min_step: int,
     ) -> AgentRun:
         """See ``farm.protocols.Agent``. Raises AgentError when the gold patch does not apply: the task is defective."""
         clock = asyncio.get_running_loop().time
@@ -52,15 +52,15 @@ class NullAgent:
 
     async def run(
         self,
-        task: Task,  # noqa: ARG002
+        task: Task,
         *,
-        episode_id: str,  # noqa: ARG002
-        sandbox: Sandbox,  # noqa: ARG002
-        engine: Engine,  # noqa: ARG002
-        renderer: Renderer,  # noqa: ARG002
-        sampling: SamplingParams,  # noqa: ARG002
-        limits: Limits,  # noqa: ARG002
-        min_step: int,  # noqa: ARG002
+        episode_id: str,
+        sandbox: Sandbox,
+        engine: Engine,
+        renderer: Renderer,
+        sampling: SamplingParams,
+        limits: Limits,
+        min_step: int,
     ) -> AgentRun:
         """See ``farm.protocols.Agent``."""
         return AgentRun(turns=(), end_reason=EndReason.SUBMITTED, timeline=())

@@ -39,6 +39,8 @@ _TAIL = 2_000
 _TEST_DIFF, _AGENT_DIFF, _EVAL = "/tmp/test.diff", "/tmp/agent.diff", "/tmp/eval.sh"
 _APPLY = "git apply --whitespace=nowarn"
 _MARKER_LINE = r"^([ \t]*(?:echo|:)[ \t]+['\"]?)({})(['\"]?[ \t]*)$"
+_KEEPS_EXIT = r"(?:^(\w+)=\$\?\n)?"  # a script may keep the exit code itself, right before the marker
+_LONGEST_ARGUMENT = 64 << 10  # bytes; Linux takes twice as much
 _REFUSED = (1, 128)  # exit codes of a git that says no
 _NOT_RUNNABLE = (126, 127)
 _MISSING = re.compile(r"line \d+: (\S+): (?:command not found|No such file or directory|Permission denied)")
@@ -119,9 +121,11 @@ async def _plan(task: Task, kept: list[FileDiff], word: str) -> _Plan:
             files[_AGENT_DIFF] = "".join(part.text for part in kept).encode()
             steps.append(f"{_APPLY} {_AGENT_DIFF} || exit")
         steps.append(f"echo {word} patched")
-    files[_EVAL] = _marked(task, word).encode()
-    head = [f"cd {shlex.quote(task.workdir)} || exit", "exec 2>&1", *steps]
-    return _Plan(files=files, command="\n".join([*head, f"exec bash {_EVAL}"]))
+    script = _marked(task, word)
+    if len(script.encode()) > _LONGEST_ARGUMENT:
+        files[_EVAL] = script.encode()
+        script = f"exec bash {_EVAL}"
+    return _Plan(files=files, command="\n".join([f"cd {shlex.quote(task.workdir)} || exit", *steps, script]))
 
 
 def _tree(task: Task, base: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -146,8 +150,12 @@ def _marked(task: Task, word: str) -> str:
         _MARKER_LINE.format(re.escape(START_MARKER)), rf"\g<1>\g<2> {word}\g<3>", task.eval_script, flags=re.MULTILINE
     )
     script, ends = re.subn(
-        _MARKER_LINE.format(re.escape(END_MARKER)),
-        rf"FARM_TESTS_EXIT=$?\n\g<1>\g<2> {word}\g<3>\necho {word} exit $FARM_TESTS_EXIT",
+        _KEEPS_EXIT + _MARKER_LINE.format(re.escape(END_MARKER)),
+        lambda m: (
+            "FARM_TESTS_EXIT=$?\n"
+            + (f"{m[1]}=$FARM_TESTS_EXIT\n" if m[1] else "")
+            + f"{m[2]}{m[3]} {word}{m[4]}\necho {word} exit $FARM_TESTS_EXIT"
+        ),
         script,
         flags=re.MULTILINE,
     )
