@@ -1,0 +1,250 @@
+"""Whatever breaks, and wherever: a failure with its boundary, no reward, the turns kept, both sandboxes closed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from farm.agent.bash import BashAgent
+from farm.episode import run_episode
+from farm.errors import EngineError, GraderError, SandboxLostError, SandboxStartError
+from farm.protocols import Action, ExecResult, GenerateRequest, Generation, SandboxSpec
+from farm.suites.repo import make_repo
+from farm.types import (
+    Attempt,
+    Boundary,
+    EndReason,
+    Episode,
+    Evidence,
+    Failed,
+    InlineFiles,
+    Limits,
+    Task,
+    Trajectory,
+    VersionSpan,
+)
+
+FILES = {"calc.py": "a\n"}
+DIFF = b"diff --git a/calc.py b/calc.py\n--- a/calc.py\n+++ b/calc.py\n@@ -1 +1 @@\n-a\n+b\n"
+TASK = Task(
+    instance_id="toy-1",
+    dataset="toy@1",
+    repo="toy/toy",
+    base_commit=make_repo(FILES)[0],
+    problem_statement="",
+    patch="",
+    test_patch="",
+    fail_to_pass=("t1",),
+    pass_to_pass=(),
+    eval_script="",
+    log_parser="micro",
+    workspace=InlineFiles(files=FILES),
+)
+LIMITS = Limits(max_turns=3, tool_s=1.0, agent_s=10.0, grade_s=5.0, episode_s=20.0)
+EPISODE = Episode(task=TASK, group_id="g", index=0, group_size=1, seed=0, limits=LIMITS)
+
+# Every place where an attempt waits for something outside, in order; the sandbox's number before its calls.
+PLACES = (
+    "1 start", "1 write_files", "generate", "1 exec", "1 collect write_files", "1 collect exec", "1 read_file",
+    "2 start", "grade",
+)  # fmt: skip
+
+Fault = Callable[[], Awaitable[None]]
+
+
+class World:
+    """Fakes of everything that acts; ``fault`` runs at ``place``."""
+
+    name = "world"
+    url = "e://"
+    id = "s"
+    stop_token_ids = (0,)
+
+    def __init__(self, place: str = "", fault: Fault | None = None) -> None:
+        self.place, self.fault = place, fault
+        self.reached: list[str] = []
+        self.opened = self.closed = 0
+        self.aborted: list[str | None] = []
+        self.collecting = False
+
+    async def at(self, place: str) -> None:
+        self.reached.append(place)
+        if place == self.place and self.fault is not None:
+            await self.fault()
+
+    @contextlib.asynccontextmanager
+    async def open(self, spec: SandboxSpec) -> AsyncIterator[World]:
+        self.collecting = False
+        await self.at(f"{self.opened + 1} start")
+        self.opened += 1
+        try:
+            yield self
+        finally:
+            self.closed += 1
+
+    async def write_files(self, files: Mapping[str, bytes]) -> None:
+        self.collecting = any(path.startswith("/tmp/") for path in files)
+        await self.at(f"{self.opened} {'collect ' if self.collecting else ''}write_files")
+
+    async def exec(
+        self, command: str, *, timeout_s: float, cwd: str | None = None, env: Mapping[str, str] | None = None
+    ) -> ExecResult:
+        await self.at(f"{self.opened} {'collect ' if self.collecting else ''}exec")
+        return ExecResult(exit_code=0, output="", truncated=False, timed_out=False, duration_s=0.0)
+
+    async def read_file(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
+        await self.at(f"{self.opened} read_file")
+        return DIFF
+
+    async def cpu_s(self) -> float:
+        return 0.0
+
+    async def grade(self, task: Task, patch: str, *, sandbox: Any, limits: Limits) -> Evidence:
+        await self.at("grade")
+        return Evidence(statuses={"t1": "PASSED"}, resolved=True, patch_applied=True, exit_code=0, log_tail="")
+
+    async def generate(self, request: GenerateRequest, *, timeout_s: float) -> Generation:
+        if len(request.input_ids) > 2:  # the second turn
+            await self.at("generate")
+        spans = (VersionSpan(step=0, start=0, end=2),)
+        return Generation(
+            output_ids=(5, 0),
+            logprobs=(0.0, 0.0),
+            spans=spans,
+            finish_reason="stop",
+            prompt_tokens=1,
+            cached_tokens=0,
+            retractions=0,
+            queue_s=0.0,
+            e2e_s=0.0,
+        )
+
+    async def abort(self, rid: str | None = None) -> None:
+        self.aborted.append(rid)
+
+    def start(self, task: Task) -> list[int]:
+        return [1, 2]
+
+    def parse(self, output_ids: Any) -> Action:
+        return Action(command="true")
+
+    def observe(self, output_ids: Any, result: Any) -> list[int]:
+        return [3]
+
+    def decode(self, ids: Any) -> str:
+        return ""
+
+    async def attempt(self, limits: Limits = LIMITS) -> Trajectory:
+        world: Any = self
+        attempt = Attempt(
+            episode=replace(EPISODE, limits=limits), number=1, engine_url="e://", min_version=0, queued_at_s=0.0
+        )
+        return await run_episode(
+            attempt,
+            provider=world,
+            engine=world,
+            agent=BashAgent(),
+            renderer=world,
+            grader=world,
+            worker="w",
+            now=lambda: 1.0,
+        )
+
+
+def raising(error: BaseException) -> Fault:
+    async def fault() -> None:
+        raise error
+
+    return fault
+
+
+async def hang() -> None:
+    await asyncio.sleep(60)
+
+
+def test_all_places_are_reached() -> None:
+    world = World()
+    landed = asyncio.run(world.attempt())
+    assert not isinstance(landed.outcome, Failed)
+    assert set(PLACES) <= set(world.reached)
+    assert world.opened == world.closed == 2
+
+
+@pytest.mark.parametrize(
+    ("place", "error", "boundary"),
+    [
+        ("1 start", SandboxStartError("no"), Boundary.SANDBOX_START),
+        ("2 start", SandboxStartError("no"), Boundary.SANDBOX_START),
+        ("1 write_files", SandboxLostError("gone"), Boundary.SANDBOX_LOST),
+        ("1 exec", SandboxLostError("gone"), Boundary.SANDBOX_LOST),
+        ("1 collect exec", SandboxLostError("gone"), Boundary.SANDBOX_LOST),
+        ("1 read_file", SandboxLostError("gone"), Boundary.SANDBOX_LOST),
+        ("grade", SandboxLostError("gone"), Boundary.SANDBOX_LOST),
+        ("grade", GraderError("broken"), Boundary.GRADER),
+        ("generate", EngineError("dead"), Boundary.ENGINE),
+        *((place, RuntimeError("defect"), Boundary.FARM) for place in PLACES),
+        *((place, TimeoutError("somebody else's"), Boundary.FARM) for place in PLACES),
+    ],
+)
+def test_a_failure_has_a_boundary_and_no_reward(place: str, error: Exception, boundary: Boundary) -> None:
+    world = World(place, raising(error))
+    landed = asyncio.run(world.attempt())
+    assert isinstance(landed.outcome, Failed)
+    assert landed.outcome.boundary is boundary
+    assert landed.end_reason is EndReason.FAILED
+    assert world.opened == world.closed
+    sampled = PLACES.index(place) - PLACES.index("generate")
+    assert len(landed.turns) == (0 if sampled < 0 else 1 if place == "generate" or place == "1 exec" else 3)
+    assert landed.patch == (DIFF.decode() if place in ("2 start", "grade") else "")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_attempt_that_takes_too_long_is_the_farms_failure(place: str) -> None:
+    world = World(place, hang)
+    landed = asyncio.run(world.attempt(replace(LIMITS, agent_s=30.0, episode_s=0.2)))
+    assert isinstance(landed.outcome, Failed)
+    assert (landed.outcome.boundary, landed.outcome.kind) == (Boundary.FARM, "episode_timeout")
+    assert world.opened == world.closed
+    assert bool(landed.turns) is (PLACES.index(place) >= PLACES.index("generate"))
+
+
+def test_an_agent_that_takes_too_long_is_graded() -> None:
+    world = World("generate", hang)
+    landed = asyncio.run(world.attempt(replace(LIMITS, agent_s=0.2)))
+    assert not isinstance(landed.outcome, Failed)
+    assert landed.end_reason is EndReason.TIME_LIMIT
+    assert len(landed.turns) == 1
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_cancelling_leaves_nothing_behind(place: str) -> None:
+    async def main() -> World:
+        arrived = asyncio.Event()
+
+        async def wait() -> None:
+            arrived.set()
+            await hang()
+
+        world = World(place, wait)
+        running = asyncio.create_task(world.attempt())
+        await arrived.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        return world
+
+    world = asyncio.run(main())
+    assert world.opened == world.closed
+    assert len(world.aborted) == (1 if place == "generate" else 0)
+
+
+def test_a_sandbox_that_never_answers_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farm.episode._GRACE_S", -0.9)
+    landed = asyncio.run(World("1 exec", hang).attempt())
+    assert isinstance(landed.outcome, Failed)
+    assert (landed.outcome.boundary, landed.outcome.kind) == (Boundary.SANDBOX_LOST, "stalled")
