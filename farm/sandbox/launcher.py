@@ -1,0 +1,199 @@
+"""The launcher: one small helper process per provider that starts, reaps and clears away its sandboxes.
+
+Why not the farm's own process: a worker is big and has threads. Here the spawn is cheap, nobody else's SIGCHLD handling
+is in the way, privileges can be dropped for one spawn, "die with parent" means one single-threaded parent, and there is
+somebody left to clean up when the worker is killed. It imports only the standard library and the two modules beside it.
+
+Requests are packets on a socket: ``{"op": "start", …}`` with the sandbox's end of its own socket attached, or
+``{"op": "kill", "id": …}``. There are no replies: the sandbox answers on its socket. The launcher keeps a copy of that
+end until the sandbox is gone *and* everything of it is removed, so the end of file there means: nothing is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from farm.sandbox.state import GROUP_PREFIX, Process, Record, remove_groups, start_time, this_process, write_record
+
+SECCOMP_FD = 9  # where bwrap finds its filter
+_CLONE_NEWNS, _MS_BIND, _MS_REC, _MS_PRIVATE = 0x20000, 0x1000, 0x4000, 0x40000
+_CLEAN_S = 10.0  # the most time spent on clearing away after the owner is gone
+
+
+@dataclass(slots=True)
+class _Child:
+    id: str
+    socket: int
+    groups: list[str] = field(default_factory=list)
+    record: Path | None = None
+    pid: int = 0
+    handle: int = -1
+    final: bytes = b""  # what its socket is told at last; set when it has exited
+
+
+class Launcher:
+    def __init__(self, control: socket.socket, owner_pid: int, directory: Path) -> None:
+        self._control = control
+        self._owner = this_process(owner_pid)
+        self._directory = directory
+        self._children: dict[str, _Child] = {}
+        self._dying: list[_Child] = []
+        self._selector = selectors.DefaultSelector()
+
+    def run(self) -> None:
+        """Serve until the owner closes the control socket or dies; then end every sandbox."""
+        try:
+            owner = os.pidfd_open(self._owner.pid)
+        except ProcessLookupError:
+            return
+        self._selector.register(self._control, selectors.EVENT_READ)
+        self._selector.register(owner, selectors.EVENT_READ)
+        serving, until = True, 0.0
+        while serving or ((self._children or self._dying) and time.monotonic() < until):
+            for key, _ in self._selector.select(0.002 if self._dying else None if serving else 0.1):
+                if isinstance(key.data, _Child):
+                    self._exited(key.data)
+                elif serving and (key.fd == owner or not self._serve()):
+                    serving, until = False, time.monotonic() + _CLEAN_S
+                    self._selector.unregister(self._control)
+                    self._selector.unregister(owner)
+                    for child in self._children.values():
+                        signal.pidfd_send_signal(child.handle, signal.SIGKILL)
+            self._dying = [child for child in self._dying if not self._cleared(child)]
+
+    def _serve(self) -> bool:
+        """One request; False at the end of file."""
+        data, fds, _, _ = socket.recv_fds(self._control, 1 << 18, 4)
+        if not data:
+            return False
+        request = json.loads(data)
+        if request["op"] == "start":
+            self._start(request, fds[0])
+        elif request["id"] in self._children:
+            signal.pidfd_send_signal(self._children[request["id"]].handle, signal.SIGKILL)
+        return True
+
+    def _start(self, request: Mapping[str, Any], fd: int) -> None:
+        child = _Child(id=request["id"], socket=fd)
+        homes: list[str] = []
+        try:
+            for plan in request["groups"]:
+                group = f"{plan['parent']}/{GROUP_PREFIX}-{os.getpid()}-{child.id}"
+                Path(group).mkdir()
+                child.groups.append(group)
+                for name, value in plan["settings"].items():
+                    _put(f"{group}/{name}", value)
+            for group, plan in zip(child.groups, request["groups"], strict=True):
+                homes.append(plan["home"])
+                _put(f"{group}/cgroup.procs", "0")
+            child.pid = self._spawn(request["argv"], request["uid"], request["seccomp"], fd)
+        except OSError as error:
+            child.final = f"cannot start: {error}".encode()
+            self._dying.append(child)
+            return
+        finally:
+            for home in homes:  # back home: the next sandbox must not start inside this one's groups
+                _put(f"{home}/cgroup.procs", "0")
+        child.handle = os.pidfd_open(child.pid)
+        record = Record(
+            id=child.id,
+            owner=request["owner"],
+            deadline_at_s=request["deadline_at_s"],
+            process=Process(pid=child.pid, started=start_time(child.pid) or 0),
+            owner_process=self._owner,
+            groups=tuple(child.groups),
+        )
+        child.record = write_record(self._directory, record)
+        self._children[child.id] = child
+        self._selector.register(child.handle, selectors.EVENT_READ, child)
+
+    def _spawn(self, argv: list[str], uid: int | None, seccomp: str, fd: int) -> int:
+        actions: list[tuple[Any, ...]] = [(os.POSIX_SPAWN_DUP2, fd, n) for n in (0, 1, 2)]
+        actions.append((os.POSIX_SPAWN_OPEN, SECCOMP_FD, seccomp, os.O_RDONLY, 0))
+        if uid is not None:  # for one spawn only: the saved ids stay root's here, exec drops them there
+            os.setresgid(uid, uid, 0)
+            os.setresuid(uid, uid, 0)
+        try:
+            return os.posix_spawn(argv[0], argv, {}, file_actions=actions, setsid=True, setsigdef=[signal.SIGPIPE])
+        finally:
+            if uid is not None:
+                os.setresuid(0, 0, 0)
+                os.setresgid(0, 0, 0)
+
+    def _exited(self, child: _Child) -> None:
+        self._selector.unregister(child.handle)
+        os.close(child.handle)
+        _, status, usage = os.wait4(child.pid, 0)
+        del self._children[child.id]
+        facts = {"status": status, "cpu_s": usage.ru_utime + usage.ru_stime, "oom_kills": _oom_kills(child.groups)}
+        child.final = b"X" + json.dumps(facts).encode()
+        self._dying.append(child)
+
+    def _cleared(self, child: _Child) -> bool:
+        if not remove_groups(child.groups):
+            return False
+        if child.record is not None:
+            child.record.unlink(missing_ok=True)
+        with contextlib.suppress(OSError), socket.socket(fileno=child.socket) as end:
+            end.send(child.final, socket.MSG_DONTWAIT)
+        return True
+
+
+def _put(path: str, value: str) -> None:
+    handle = os.open(path, os.O_WRONLY)
+    try:
+        os.write(handle, value.encode())
+    finally:
+        os.close(handle)
+
+
+def _oom_kills(groups: list[str]) -> int:
+    for group in groups:
+        for name in ("memory.oom_control", "memory.events"):
+            with contextlib.suppress(OSError, IndexError, ValueError):
+                return int(Path(group, name).read_text().split("oom_kill ", 1)[1].split(None, 1)[0])
+    return 0
+
+
+def _make_reachable(mounts: Sequence[str]) -> None:
+    """Bind directories that only root can walk to where every user can, in a mount namespace of our own."""
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def check(result: int, what: str) -> None:
+        if result != 0:
+            raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
+
+    check(libc.unshare(_CLONE_NEWNS), "unshare")
+    check(libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None), "mount / private")
+    for source, target in zip(mounts[::2], mounts[1::2], strict=True):
+        check(libc.mount(os.fsencode(source), os.fsencode(target), None, _MS_BIND, None), f"bind {source}")
+
+
+def main() -> None:
+    """argv: control descriptor, owner's pid, state directory, then pairs of directories to bind (root only)."""
+    control, owner, directory, *mounts = sys.argv[1:]
+    for path in list(
+        Path("/proc/self/fd").iterdir()
+    ):  # neither control nor what the owner let leak may reach a sandbox
+        if int(path.name) > 2:
+            with contextlib.suppress(OSError):
+                os.set_inheritable(int(path.name), False)
+    if os.getuid() == 0:
+        os.setgroups([])
+    if mounts:
+        _make_reachable(mounts)
+    with socket.socket(fileno=int(control)) as channel:
+        Launcher(channel, int(owner), Path(directory)).run()

