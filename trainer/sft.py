@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from farm.durable import REAL_DISK, temporary_name
 from farm.errors import UsageError
 from farm.types import Trajectory
 from trainer.batch import TokenSequence, micro_batches, sequences
@@ -91,10 +92,14 @@ def train_sft(
             )
         )
         on_step(history[-1])
-    staging = out.with_name(f".{out.name}.tmp")
-    staging.mkdir(parents=True)
-    learner.write(staging, source=policy)
-    staging.rename(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    staging = out.with_name("." + temporary_name(out.name))
+    staging.mkdir()
+    try:
+        learner.write(staging, source=policy)
+        REAL_DISK.rename(staging, out)
+    finally:
+        REAL_DISK.remove_tree(staging)
     return history
 
 

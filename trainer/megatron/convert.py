@@ -7,8 +7,6 @@ head, and gate and up projections in another. No arithmetic, so a round trip is 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from torch import Tensor
 
 from farm.errors import UsageError
 from trainer.megatron.model import is_moe
+from trainer.publish import copy_hf
 
 WEIGHTS = "model.safetensors"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -130,13 +129,8 @@ def load_hf(model: torch.nn.Module, folder: Path, hf: Mapping[str, Any]) -> None
 
 def write_hf(folder: Path, state: Mapping[str, Tensor], hf: Mapping[str, Any], *, source: Path) -> None:
     """Write a complete Hugging Face folder: weights of ``state``, every other file (configuration, tokenizer) copied
-    from ``source``. Files are flushed to disk; ``folder`` must exist."""
+    from ``source``. ``folder`` must exist; making it durable is the caller's part."""
     dtype = _DTYPES[str(hf.get("dtype") or hf.get("torch_dtype") or "float32")]
     tensors = {name: value.to(dtype).contiguous() for name, value in to_hf(state, hf).items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    for path in sorted(source.iterdir()):
-        if path.is_file() and path.suffix != ".safetensors" and not path.name.endswith(".safetensors.index.json"):
-            shutil.copyfile(path, folder / path.name)
-    for path in folder.iterdir():
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
+    copy_hf(source, folder, weights=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from farm.errors import UsageError
+from farm.errors import FarmError, UsageError
 from trainer.batch import MicroBatch
 from trainer.megatron import convert
 from trainer.megatron.cpu import cuda_literals, plain_torch
@@ -73,7 +74,9 @@ class Learner:
             )
 
     def step(self, batches: Sequence[MicroBatch], loss: Loss, *, lr: float) -> StepResult:
-        """One optimizer step on the token mean of ``loss`` over ``batches`` (at least one loss token in all)."""
+        """One optimizer step on the token mean of ``loss`` over ``batches`` (at least one loss token in all).
+
+        Raises ``FarmError`` (``diverged``) for a gradient that is not finite; the weights in memory are lost then."""
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._ddp.zero_grad_buffer()
@@ -105,6 +108,10 @@ class Learner:
                 forward_only=False,
             )
             _ok, grad_norm, _zeros = self._optimizer.step()
+        if not math.isfinite(grad_norm):
+            raise FarmError(
+                f"the gradient is not finite (norm {grad_norm}); nothing of this step was saved", kind="diverged"
+            )
         return StepResult(tokens=sum(b.tokens for b in batches), grad_norm=float(grad_norm), sums=sums)
 
     def logprobs(self, batch: MicroBatch) -> Tensor:

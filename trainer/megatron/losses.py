@@ -9,6 +9,8 @@ from torch import Tensor
 
 from trainer.batch import MicroBatch
 
+_MAX_LOG_RATIO = 20.0
+
 
 def nll(logprobs: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, float]]:
     """Supervised: negative log-likelihood."""
@@ -20,6 +22,10 @@ def grpo(clip_low: float, clip_high: float) -> Callable[[Tensor, MicroBatch], tu
     """Clipped policy gradient on recorded log-probabilities.
 
     Per token: ``-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)`` with ``ratio = exp(new - recorded)``.
+    Normalised by the number of loss tokens of the batch (token mean): every sampled token weighs the same, so a long
+    episode is neither favoured nor spared; there is no KL term. The log-ratio is cut at +-20, where a policy update can't
+    come from: a corrupt recorded value then costs its own token, not the step.
+
     Metric sums: ``clipped`` (tokens whose gradient the clip cut off), ``kl`` (``exp(-d) - 1 + d`` with ``d = new -
     recorded``, the low-variance estimate of KL(recorded || new)), ``surprise`` (``-new``: an estimate of the entropy).
     """
@@ -27,7 +33,7 @@ def grpo(clip_low: float, clip_high: float) -> Callable[[Tensor, MicroBatch], tu
     def loss(logprobs: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, float]]:
         recorded = torch.from_numpy(batch.old_logprobs)
         advantages = torch.from_numpy(batch.advantages)
-        delta = logprobs - recorded
+        delta = (logprobs - recorded).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
         ratio = delta.exp()
         free = ratio * advantages
         clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages

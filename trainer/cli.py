@@ -1,0 +1,161 @@
+"""The ``trainer`` command. Heavy imports happen inside the commands, after the arguments are parsed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+
+from farm.errors import FarmError, UsageError
+
+_FOLDER = click.Path(path_type=Path)
+
+
+@click.group()
+def cli() -> None:
+    """Train a policy on the trajectory log of a run, or on demonstrations."""
+
+
+@cli.command()
+@click.option("--run", "run_path", type=_FOLDER, required=True, help="The run folder that the farm works on.")
+@click.option("--config", "config_path", type=_FOLDER, help="TOML file with the trainer's settings.")
+@click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="One setting, for example --set lr=2e-4.")
+@click.option("--policy", type=_FOLDER, help="Model folder to publish as step 0 when the run has no policy yet.")
+@click.option("--steps", type=click.IntRange(min=1), help="Stop once this policy step is published.")
+def train(
+    run_path: Path, config_path: Path | None, sets: tuple[str, ...], policy: Path | None, steps: int | None
+) -> None:
+    """Follow a run's trajectories and publish a policy after every step. Resumes where it stopped."""
+    from farm.run_folder import RunFolder
+    from trainer.config import load_config
+
+    config = load_config(config_path, sets=sets)
+    run = RunFolder.open(run_path)
+    stop = _stop_on_signals()
+    from trainer.loop import Trainer
+
+    trainer = Trainer(run, config, policy=policy)
+    try:
+        reached = trainer.run(steps=steps, stop=stop, report=_say_step)
+    finally:
+        trainer.close()
+    click.echo(f"stopped at step {reached}; start again on {run_path} to go on")
+
+
+@cli.command()
+@click.option("--log", "log_path", type=_FOLDER, required=True, help="Trajectory log folder with the demonstrations.")
+@click.option("--policy", type=_FOLDER, required=True, help="Hugging Face model folder to start from.")
+@click.option("--out", type=_FOLDER, required=True, help="New folder for the trained model.")
+@click.option("--loss", type=click.Choice(["outputs", "all"]), default="outputs", help="Ids that the loss is on.")
+@click.option("--init", type=click.Choice(["policy", "random"]), default="policy", help="random: only its config.json.")
+@click.option("--epochs", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option("--steps", type=click.IntRange(min=1), help="Number of steps; wins over --epochs.")
+@click.option("--lr", type=click.FloatRange(min=0, min_open=True), default=1e-3, show_default=True)
+@click.option("--batch", type=click.IntRange(min=1), default=16, show_default=True, help="Sequences a step.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+def sft(
+    log_path: Path,
+    policy: Path,
+    out: Path,
+    loss: Literal["outputs", "all"],
+    init: Literal["policy", "random"],
+    epochs: int,
+    steps: int | None,
+    lr: float,
+    batch: int,
+    seed: int,
+) -> None:
+    """Train on demonstrations: next-token loss on the sampled ids, or on all."""
+    from farm.trajectory_log import DirectoryLog
+    from farm.types import Cursor
+    from trainer.sft import SftStep, train_sft
+
+    def say(step: SftStep) -> None:
+        if step.step == 1 or step.step == step.steps or step.step % 10 == 0:
+            click.echo(
+                f"step {step.step}/{step.steps}  loss {step.loss:.4f}  grad {step.grad_norm:.2f}  lr {step.lr:.1e}  "
+                f"{step.tokens / step.seconds:,.0f} tokens/s"
+            )
+
+    log = DirectoryLog(log_path, create=False)
+    rows = (trajectory for _, trajectory in log.read(Cursor()))
+    train_sft(
+        rows, policy=policy, out=out, loss=loss, init=init, epochs=epochs, steps=steps, lr=lr, batch=batch, seed=seed,
+        on_step=say,
+    )  # fmt: skip
+    click.echo(f"wrote {out}")
+
+
+@cli.command()
+@click.option("--run", "run_path", type=_FOLDER, required=True, help="The run folder.")
+@click.option("--step", type=click.IntRange(min=0), help="Policy step; default: the newest.")
+@click.option("--out", type=_FOLDER, required=True, help="New folder for the model.")
+def export(run_path: Path, step: int | None, out: Path) -> None:
+    """Copy a published policy out of a run, as a Hugging Face safetensors folder."""
+    from farm.policy_log import PolicyLog
+    from farm.run_folder import RunFolder
+    from trainer.publish import export as export_policy
+
+    version = export_policy(PolicyLog(RunFolder.open(run_path).policies, create=False), out, step=step)
+    click.echo(f"wrote {version.name} ({version.digest[:12]}) to {out}")
+
+
+@cli.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def bench(as_json: bool) -> None:
+    """Measure training throughput at the micro policy's size."""
+    from trainer.bench import measure
+
+    figures = measure()
+    if as_json:
+        click.echo(json.dumps(figures))
+        return
+    for name, figure in figures.items():
+        click.echo(f"{name}  {figure['median']:,.0f} {figure['unit']}  (p95 {figure['p95']:,.0f}, n {figure['n']})")
+
+
+def _say_step(line: Mapping[str, Any]) -> None:
+    def number(key: str, form: str) -> str:
+        return "-" if line[key] is None else format(line[key], form)
+
+    click.echo(
+        f"step {line['step']}  pass {number('pass_rate', '.3f')}  reward {number('reward_mean', '.3f')}  "
+        f"episodes {line['trained_episodes']}/{line['episodes']}  tokens {line['tokens']}  "
+        f"lag {number('staleness_mean', '.2f')}  clip {number('clip_fraction', '.3f')}  "
+        f"grad {number('grad_norm', '.2f')}  wait {line['wait_s']:.1f} s  train {line['train_s']:.1f} s"
+    )
+
+
+def _stop_on_signals() -> threading.Event:
+    """Set by SIGTERM and SIGINT: the step at hand is finished, saved and published, then the command ends."""
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    return stop
+
+
+def main() -> None:
+    """Entry point: bad input is one line and exit code 2, any other known error one line and exit code 1."""
+    try:
+        cli(standalone_mode=False)
+    except UsageError as error:
+        click.echo(f"trainer: {error}", err=True)
+        sys.exit(2)
+    except FarmError as error:
+        click.echo(f"trainer: {error.kind}: {error}", err=True)
+        sys.exit(1)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except click.Abort:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Configuration of ``trainer train``: a TOML table or ``--set key=value`` -> one closed, frozen model.
+
+What farm and trainer must agree on (group size, groups per step, staleness, mode) stands once, in the run folder's
+``config.json``; :func:`batch_rules` reads it from there.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from farm.errors import UsageError
+from trainer.group import BatchRules
+
+
+class TrainerConfig(BaseModel):
+    """Adam at a constant rate after a linear warm-up, no weight decay, no KL term.
+
+    ``micro_batch_tokens`` bounds rows x length of one forward. ``checkpoint_every`` counts steps; ``save_timeout_s``
+    bounds each checkpoint and each publication."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    lr: float = Field(default=2e-4, gt=0, le=1)
+    warmup_steps: int = Field(default=3, ge=0)
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    clip_high: float = Field(default=0.28, gt=0)
+    clip_grad: float = Field(default=1.0, gt=0)
+    micro_batch_tokens: int = Field(default=2048, ge=1)
+    checkpoint_every: int = Field(default=1, ge=1)
+    keep_checkpoints: int = Field(default=2, ge=1)
+    save_timeout_s: float = Field(default=60.0, gt=0)
+    seed: int = Field(default=0, ge=0)
+
+    def learning_rate(self, step: int) -> float:
+        """For the step that starts from policy ``step`` (from 0)."""
+        return self.lr * min(1.0, (step + 1) / (self.warmup_steps + 1))
+
+
+def load_config(path: Path | None = None, *, sets: Sequence[str] = ()) -> TrainerConfig:
+    """Defaults, then the file's keys (at the top or in a table ``[trainer]``), then ``sets``. Raises ``UsageError``."""
+    given: dict[str, Any] = {}
+    where = "configuration"
+    if path is not None:
+        where = str(path)
+        given = _read_toml(path)
+    for item in sets:
+        name, equals, text = item.partition("=")
+        if not equals or not name.strip():
+            raise UsageError(f"--set {item!r}: must be key=value, for example lr=2e-4")
+        try:
+            given[name.strip()] = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            raise UsageError(f"--set {item!r}: {text!r} is not a TOML value, for example lr=2e-4") from None
+    try:
+        return TrainerConfig.model_validate(given)
+    except ValidationError as error:
+        raise UsageError(_explain(error, where)) from None
+
+
+def batch_rules(run_config: Mapping[str, Any], *, where: str) -> BatchRules:
+    """The rules in a run's ``config.json``. Raises ``UsageError`` when the run is not one to train on."""
+    try:
+        rollout = run_config["rollout"]
+        sync = rollout["mode"] == "sync"
+        groups = int(rollout["groups_per_step"])
+        rules = BatchRules(
+            groups_per_step=max(1, groups),
+            min_attempts=int(rollout["min_attempts"]),
+            max_staleness=0 if sync else int(rollout["max_staleness"]),
+            wait_for_all=sync,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"{where}: not a farm configuration ({type(error).__name__}: {error})") from None
+    if groups < 1 or rollout.get("purpose", "rl") != "rl":
+        raise UsageError(
+            f"{where}: rollout.groups_per_step is {groups} and rollout.purpose {rollout.get('purpose')!r}: nobody "
+            "trains on this run; start one with groups_per_step of 1 or more and purpose 'rl'"
+        )
+    return rules
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"{path}: no such configuration file; give an existing TOML file to --config") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: can't read the configuration file ({error}); give a readable TOML file") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{path}: not valid TOML ({error}); correct that line") from None
+    table = data.get("trainer", data)
+    if not isinstance(table, dict):
+        raise UsageError(f"{path}: trainer must be a table, given {table!r}; write [trainer] and keys below it")
+    return dict(table)
+
+
+def _explain(error: ValidationError, where: str) -> str:
+    """The first problem, as one line."""
+    first = error.errors(include_url=False)[0]
+    name = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        allowed = sorted(TrainerConfig.model_fields)
+        near = difflib.get_close_matches(name, allowed, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        return f"{where}: {name}: unknown key; {hint}allowed: {', '.join(allowed)}"
+    message = first["msg"][:1].lower() + first["msg"][1:]
+    return f"{where}: {name}: given {first['input']!r}, but {message}; correct the value"

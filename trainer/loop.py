@@ -1,0 +1,255 @@
+"""``trainer train``: follow the trajectory log, one Megatron step per batch, one published policy per step.
+
+Why a kill at any moment changes nothing. The weights after step *n* are a function of the policy at step 0, the
+configuration and the log's order. For each step, in this order:
+
+1. train in memory           — killed here: the last checkpoint is resumed and the step done again, to the same bytes;
+2. checkpoint (by rename)    — killed after it: the resumed trainer publishes what the checkpoint holds, then goes on;
+3. publish (by rename)       — killed after it: the resumed trainer publishes the same bytes again, which is a no-op;
+4. append the metrics line   — the checkpoint holds the line as well and puts it back.
+
+The checkpoint comes first, so the farm never sees a policy that the trainer could not continue from. With
+``checkpoint_every`` above 1 a resumed trainer repeats steps that are published already: the log's order makes them
+come out equal, and should they not (another machine, another torch), the policy log refuses them with an error.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from farm.durable import REAL_DISK, Disk, FolderLock, write_json
+from farm.errors import UsageError
+from farm.policy_log import PolicyLog
+from farm.run_folder import RunFolder
+from farm.trajectory_log import DirectoryLog
+from farm.types import Cursor, PolicyVersion, Trajectory
+from trainer.batch import TokenSequence, micro_batches, sequences
+from trainer.config import TrainerConfig, batch_rules
+from trainer.group import Batch, Batcher
+from trainer.guard import within
+from trainer.megatron import checkpoint, losses
+from trainer.megatron.learner import Learner
+from trainer.metrics import MetricsFile
+from trainer.publish import copy_hf
+from trainer.tail import POLL_S, fetch, follow
+
+FIRST_POLICY_WAIT_S = 60.0
+
+
+class Trainer:
+    """One run being trained. Makes or resumes everything on construction; :meth:`run` trains until told to stop."""
+
+    def __init__(
+        self, run: RunFolder, config: TrainerConfig, *, policy: Path | None = None, disk: Disk = REAL_DISK
+    ) -> None:
+        """``policy`` is published as step 0 when the policy log is empty; without it the farm's step 0 is waited for.
+
+        Raises ``UsageError``: no policy, a malformed model, another configuration than the run was trained with, or
+        another trainer at work on the run."""
+        self._run = run
+        self._config = config
+        self._disk = disk
+        self._rules = batch_rules(run.config(), where=str(run.path / "config.json"))
+        run.trainer.mkdir(exist_ok=True)
+        self._lock = FolderLock(run.trainer / "trainer.lock", "trainer")
+        self._lock.acquire()
+        try:
+            _pin_config(run.trainer / "config.json", config)
+            self._policies = PolicyLog(run.policies)
+            self._log = DirectoryLog(run.trajectories)
+            self._metrics = MetricsFile(run.metrics)
+            self._start(_first_policy(self._policies, policy))
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _start(self, first: PolicyVersion) -> None:
+        self._source = Path(first.path)
+        self._learner = Learner(self._source, clip_grad=self._config.clip_grad, seed=self._config.seed)
+        saved = checkpoint.load(self._run.checkpoints)
+        if saved is None:
+            self.step = self._saved_step = 0
+            self._cursor = Cursor()
+            self._batcher = Batcher(self._rules)
+            self._held: dict[Cursor, Trajectory] = {}
+            self._metrics.resume(0, None)
+            return
+        self.step, learner, loop = saved
+        self._saved_step = self.step
+        self._learner.load_state(learner)
+        self._cursor = Cursor(shard=loop["cursor"][0], row=loop["cursor"][1])
+        self._batcher = Batcher.restore(self._rules, loop["batcher"])
+        self._held = fetch(self._log, self._batcher.pending())
+        self._publish(self._batcher.consumed_groups)
+        self._metrics.resume(self.step, loop["metrics"])
+
+    def close(self) -> None:
+        self._lock.release()
+        self._log.close()
+
+    def run(
+        self,
+        *,
+        steps: int | None = None,
+        stop: threading.Event | None = None,
+        report: Callable[[Mapping[str, Any]], None] = lambda _: None,
+    ) -> int:
+        """Train until policy ``steps`` is published or ``stop`` is set; returns the step reached. ``report`` gets each
+        metrics line."""
+        stop = stop or threading.Event()
+        if steps is not None and self.step >= steps:
+            return self.step
+        line: Mapping[str, Any] | None = None
+        waiting_since = time.monotonic()
+        for at, after, trajectory in follow(self._log, self._cursor, stop):
+            self._cursor = after
+            batch = self._batcher.push(at, trajectory)
+            self._held[at] = trajectory
+            if batch is None:
+                continue
+            line = self._do_step(batch, wait_s=time.monotonic() - waiting_since)
+            report(line)
+            pending = set(self._batcher.pending())
+            self._held = {k: v for k, v in self._held.items() if k in pending}
+            if steps is not None and self.step >= steps:
+                break
+            waiting_since = time.monotonic()
+        if self._saved_step < self.step and line is not None:
+            # The cursor is past rows of the next batch, which the batcher remembers.
+            self._save(line)
+        return self.step
+
+    # ------------------------------------------------------------------------------------------ a step
+
+    def _do_step(self, batch: Batch, *, wait_s: float) -> Mapping[str, Any]:
+        started = time.monotonic()
+        line = self._train(batch)
+        self.step = batch.step + 1
+        line |= {"wait_s": wait_s, "train_s": time.monotonic() - started, "checkpoint_s": 0.0, "publish_s": 0.0}
+        started = time.monotonic()
+        if self.step % self._config.checkpoint_every == 0:
+            self._save(line)
+        line["checkpoint_s"] = time.monotonic() - started
+        started = time.monotonic()
+        self._publish(batch.consumed_groups)
+        line |= {"publish_s": time.monotonic() - started, "ended_at_s": time.time()}
+        self._metrics.append(line)
+        return line
+
+    def _train(self, batch: Batch) -> dict[str, Any]:
+        """The optimizer step (none when no sample has a gradient), and the metrics line."""
+        data: list[TokenSequence] = []
+        dropped = [{"episode": d.episode_id, "reason": d.reason} for d in batch.dropped]
+        for sample in batch.samples:
+            try:
+                data += sequences(self._held[sample.at], advantage=sample.advantage)
+            except ValueError:
+                dropped.append({"episode": sample.episode_id, "reason": "bad_logprobs"})
+        batches = micro_batches(data, max_tokens=self._config.micro_batch_tokens)
+        lr = self._config.learning_rate(batch.step)
+        line: dict[str, Any] = {
+            "step": batch.step + 1,
+            "ended_at_s": time.time(),
+            "lr": lr,
+            "groups": batch.groups,
+            "consumed_groups": batch.consumed_groups,
+            "zero_variance_groups": batch.zero_variance_groups,
+            "closed_groups": batch.closed_groups,
+            "episodes": batch.graded,
+            "failed_episodes": batch.failed,
+            "trained_episodes": len(batch.samples),
+            "straggler_episodes": sum(s.straggler for s in batch.samples),
+            "dropped": dropped,
+            "reward_mean": _mean(batch.rewards),
+            "pass_rate": batch.resolved / batch.graded if batch.graded else None,
+            "staleness_mean": _mean([s.staleness for s in batch.samples]),
+            "staleness_max": max((s.staleness for s in batch.samples), default=None),
+            "tokens": sum(len(s.ids) for s in data),
+            "loss_tokens": sum(b.tokens for b in batches),
+        }
+        if not batches:
+            return line | dict.fromkeys(("loss", "clip_fraction", "approx_kl", "entropy", "grad_norm"))
+        self._learner.check_ids(max(int(s.ids.max()) for s in data), max(len(s.ids) for s in data))
+        result = self._learner.step(batches, losses.grpo(self._config.clip_low, self._config.clip_high), lr=lr)
+        return line | {
+            "loss": result.sums["loss"] / result.tokens,
+            "clip_fraction": result.sums["clipped"] / result.tokens,
+            "approx_kl": result.sums["kl"] / result.tokens,
+            "entropy": result.sums["surprise"] / result.tokens,
+            "grad_norm": result.grad_norm,
+        }
+
+    def _save(self, line: Mapping[str, Any]) -> None:
+        loop = {
+            "cursor": [self._cursor.shard, self._cursor.row],
+            "batcher": self._batcher.state(),
+            "metrics": dict(line),
+        }
+        within(
+            self._config.save_timeout_s,
+            f"the checkpoint of step {self.step}",
+            lambda: checkpoint.save(
+                self._run.checkpoints,
+                self.step,
+                learner=self._learner.state(),
+                loop=loop,
+                keep=self._config.keep_checkpoints,
+                disk=self._disk,
+            ),
+        )
+        self._saved_step = self.step
+
+    def _publish(self, consumed_groups: int) -> None:
+        within(
+            self._config.save_timeout_s,
+            f"publishing policy {self.step}",
+            lambda: self._policies.publish(
+                self.step,
+                lambda folder: self._learner.write(folder, source=self._source),
+                consumed_groups=consumed_groups,
+            ),
+        )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _first_policy(policies: PolicyLog, folder: Path | None) -> PolicyVersion:
+    first = policies.get(0)
+    if first is not None:
+        return first
+    if folder is not None:
+        return policies.publish(0, lambda into: copy_hf(folder, into), consumed_groups=0)
+    give_up_at = time.monotonic() + FIRST_POLICY_WAIT_S
+    while (first := policies.get(0)) is None:
+        if time.monotonic() > give_up_at:
+            raise UsageError(
+                f"{policies.path}: no policy was published within {FIRST_POLICY_WAIT_S:g} s; start the farm on this "
+                "run folder, or give the first policy with --policy DIR"
+            )
+        time.sleep(POLL_S)
+    return first
+
+
+def _pin_config(place: Path, config: TrainerConfig) -> None:
+    """A run is trained with one configuration; resuming with another would contradict its own past."""
+    wanted = json.loads(config.model_dump_json())
+    if not place.exists():
+        write_json(place, wanted)
+        return
+    try:
+        found = json.loads(place.read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{place}: unreadable ({error}); remove the folder {place.parent} to train anew") from None
+    differing = [f"{k}: {found.get(k)!r} -> {wanted.get(k)!r}" for k in wanted | found if found.get(k) != wanted.get(k)]
+    if differing:
+        raise UsageError(
+            f"{place}: the run was trained with another configuration ({'; '.join(differing[:5])}); "
+            "use that one, or a new run folder"
+        )
