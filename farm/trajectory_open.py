@@ -18,6 +18,7 @@ from farm.trajectory_schema import SCHEMA, check_schema
 SUFFIX = ".arrow"
 
 _HEAD = SCHEMA.serialize().to_pybytes()
+_HEAD_CHECKSUM = zlib.crc32(_HEAD)
 _END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 _MAGIC = b"RFO1"
 _TRAILER = struct.Struct("<4sI")
@@ -39,8 +40,9 @@ def file_name(episode_id: str) -> str:
 
 def pack(batch: pa.RecordBatch) -> bytes:
     """The bytes of an open file."""
-    stream = b"".join((_HEAD, memoryview(batch.serialize()), _END_OF_STREAM))
-    return stream + _TRAILER.pack(_MAGIC, zlib.crc32(stream))
+    body = memoryview(batch.serialize())
+    checksum = zlib.crc32(_END_OF_STREAM, zlib.crc32(body, _HEAD_CHECKSUM))
+    return b"".join((_HEAD, body, _END_OF_STREAM, _TRAILER.pack(_MAGIC, checksum)))
 
 
 def unpack(data: bytes) -> pa.RecordBatch:

@@ -32,17 +32,23 @@ _real = pa.float64()
 _flag = pa.bool_()
 
 
-def _struct(**fields: pa.DataType) -> pa.DataType:
-    return pa.struct(list(fields.items()))
+def _struct(*, optional: str = "", **fields: pa.DataType) -> pa.DataType:
+    """Nothing in it is null but the field named ``optional``: Parquet keeps no levels for what can't be null."""
+    return pa.struct([pa.field(name, kind, nullable=name == optional) for name, kind in fields.items()])
 
 
-STRATA = pa.map_(_text, _text)
-SAMPLING = _struct(temperature=_real, top_p=_real, top_k=_big, seed=_big)
+def _list(item: pa.DataType) -> pa.DataType:
+    return pa.list_(pa.field("element", item, nullable=False))
+
+
+STRATA = pa.map_(_text, pa.field("value", _text, nullable=False))
+SAMPLING = _struct(optional="seed", temperature=_real, top_p=_real, top_k=_big, seed=_big)
 EVIDENCE = _struct(statuses=STRATA, resolved=_flag, patch_applied=_flag, exit_code=_big, log_tail=_text)
-TOKENS = pa.list_(_small)
-LOGPROBS = pa.list_(pa.float32())
-SPANS = pa.list_(_struct(step=_big, start=_small, end=_small))
+TOKENS = _list(_small)
+LOGPROBS = _list(pa.float32())
+SPANS = _list(_struct(step=_big, start=_small, end=_small))
 TURN = _struct(
+    optional="exit_code",
     segment=_small,
     context_ids=TOKENS,
     output_ids=TOKENS,
@@ -55,10 +61,10 @@ TURN = _struct(
     cached_tokens=_big,
     retractions=_big,
 )
-TURNS = pa.list_(TURN)
-TIMELINE = pa.list_(_struct(name=_text, start_at_s=_real, end_at_s=_real))
+TURNS = _list(TURN)
+TIMELINE = _list(_struct(name=_text, start_at_s=_real, end_at_s=_real))
 USAGE = _struct(prompt_tokens=_big, output_tokens=_big, cached_tokens=_big, sandbox_cpu_s=_real, worker_cpu_s=_real)
-PRIOR = pa.list_(
+PRIOR = _list(
     _struct(
         attempt=_big,
         boundary=_text,
