@@ -232,6 +232,24 @@ class DirectoryLog:
         """The sealed shards from number ``since`` on."""
         return self._sealed.new_shards()[since:]
 
+    def find(self, episode_id: str) -> Trajectory | None:
+        """The trajectory of a landed episode, sealed or not; None when it has not landed."""
+        try:
+            opened = (self._open / file_name(episode_id)).read_bytes()
+        except FileNotFoundError:
+            opened = b""
+        self._sealed.refresh()
+        number = self._sealed.shard_of(episode_id)
+        if number is not None:
+            rows = self.read(Cursor(shard=number))
+            return next(trajectory for _, trajectory in rows if trajectory.episode_id == episode_id)
+        try:
+            return decode(unpack(opened))[0] if opened else None
+        except TornFileError as error:
+            raise UsageError(
+                f"{self._open}: the file of episode {episode_id} is torn ({error}); seal the log"
+            ) from error
+
     # -------------------------------------------------------------------------------------------- read
 
     def read(self, cursor: Cursor) -> Iterator[tuple[Cursor, Trajectory]]:

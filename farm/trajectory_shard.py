@@ -175,10 +175,10 @@ def read_batches(path: Path, start_row: int) -> Iterator[pa.RecordBatch]:
     file = _open(path)
     groups = []
     before = 0
-    for group in range(file.num_row_groups):
-        rows = file.metadata.row_group(group).num_rows
+    for number in range(file.num_row_groups):
+        rows = file.metadata.row_group(number).num_rows
         if before + rows > start_row:
-            groups.append((group, max(0, start_row - before)))
+            groups.append((number, max(0, start_row - before)))
         before += rows
 
     def read(group: int, skip: int) -> list[pa.RecordBatch]:
