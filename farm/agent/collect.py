@@ -1,8 +1,10 @@
 """The agent's change as a diff against the base commit, whatever it did to its repository.
 
-The diff is taken with a git directory of the farm's own, written beside the work tree after the agent has ended:
-commits, a rewritten history, hooks, filters or a removed ``.git`` make no difference. Only a repository that came with
-the image is read through its own ``.git``.
+Mostly an agent has edited a few small files. Then the farm reads them back and makes the diff itself, which costs one
+shell start. In all other cases (files came or went, links, large trees, other encodings) git makes it, with a git
+directory of the farm's own that is written beside the work tree after the agent has ended: commits, a rewritten
+history, hooks, filters or a removed ``.git`` make no difference. Only a repository that came with the image is read
+through its own ``.git``.
 """
 
 from __future__ import annotations
@@ -13,14 +15,26 @@ from collections.abc import Mapping
 
 from farm.errors import FarmError
 from farm.protocols import Sandbox
+from farm.suites.patch import unified
 from farm.types import Task
-from farm.workspace import workspace
+from farm.workspace import base_tree, git_files, workspace
 
 MAX_PATCH_BYTES = 1 << 20
 
 _TIMEOUT_S = 30.0
 _REFUSED = (1, 128)  # exit codes of a git that says no
-_SCRIPT = """\
+
+_SMALL_TREE = 8  # files
+_SMALL_FILE = 64 << 10  # bytes
+# All paths of the work tree by builtins of the shell alone; the number of links comes first.
+_LIST = """\
+shopt -s globstar dotglob nullglob
+links=0
+for path in **; do [[ -L $path ]] && links=1; done
+printf '%s\\n' $links **
+"""
+
+_DIFF = """\
 export GIT_DIR={git_dir} GIT_WORK_TREE={workdir} GIT_CONFIG_GLOBAL=/dev/null GIT_CONFIG_NOSYSTEM=1 GIT_OPTIONAL_LOCKS=0
 mkdir -p {workdir} && cd {workdir} || exit 1
 stage() {{ git add --all --intent-to-add . ; }}
@@ -40,24 +54,47 @@ async def collect_patch(task: Task, sandbox: Sandbox) -> str:
     New files count, ignored ones don't. Raises NoPatchError, ``SandboxLostError``, or FarmError when git is missing or
     takes too long.
     """
+    base = await base_tree(task)
+    diff = await _edits(task, sandbox, base) if base is not None and len(base) <= _SMALL_TREE else None
+    return await _by_git(task, sandbox) if diff is None else diff
+
+
+async def _edits(task: Task, sandbox: Sandbox, base: Mapping[str, bytes]) -> str | None:
+    """The diff when nothing but the content of small text files has changed; None when git has to look."""
+    listing = await sandbox.exec(_LIST, timeout_s=_TIMEOUT_S)
+    links, *found = listing.output.split("\n")[:-1] or [""]
+    folders = {path[:at] for path in base for at, c in enumerate(path) if c == "/"}
+    own = {path for path in found if path.split("/")[0] != ".git" and "__pycache__" not in path.split("/")}
+    if listing.exit_code != 0 or listing.truncated or links != "0" or own != base.keys() | folders:
+        return None
+    diffs = []
+    for path, before in sorted(base.items()):
+        try:
+            after = await sandbox.read_file(f"{task.workdir}/{path}", max_bytes=_SMALL_FILE)
+            if after != before:
+                diffs.append(unified(path, before.decode(), after.decode()))
+        except (OSError, ValueError):
+            return None
+    return "".join(diffs)
+
+
+async def _by_git(task: Task, sandbox: Sandbox) -> str:
     folder = f"/tmp/farm-{secrets.token_hex(4)}"
-    prefix = f"{task.workdir}/.git/"
-    git = {
-        f"{folder}/git/{path.removeprefix(prefix)}": data
-        for path, data in (await workspace(task)).items()
-        if path.startswith(prefix)
-    }
-    diff = await _diff(task, sandbox, git, folder)
+    git = git_files(task, await workspace(task), f"{folder}/git")
+    diff = await _git_diff(task, sandbox, git, folder)
     try:
         return diff.decode()
     except UnicodeDecodeError:
         as_binary = {f"{folder}/git/info/attributes": b"* -diff\n"}
-        return (await _diff(task, sandbox, git | as_binary, folder)).decode(errors="replace")
+        return (await _git_diff(task, sandbox, git | as_binary, folder)).decode(errors="replace")
 
 
-async def _diff(task: Task, sandbox: Sandbox, git: Mapping[str, bytes], folder: str) -> bytes:
-    await sandbox.write_files(git or {f"{folder}/README": b""})
-    script = _SCRIPT.format(
+async def _git_diff(task: Task, sandbox: Sandbox, git: Mapping[str, bytes], folder: str) -> bytes:
+    try:
+        await sandbox.write_files(git or {f"{folder}/README": b""})
+    except OSError as error:
+        raise NoPatchError(f"the sandbox takes no more files: {error}") from error
+    script = _DIFF.format(
         git_dir=f"{folder}/git" if git else shlex.quote(f"{task.workdir}/.git"),
         workdir=shlex.quote(task.workdir),
         file_mode="false" if git else "true",

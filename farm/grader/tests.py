@@ -31,7 +31,7 @@ from farm.grader.diffs import FileDiff, apply_plain, read
 from farm.grader.parsers import END_MARKER, PARSERS, START_MARKER
 from farm.protocols import ExecResult, Sandbox
 from farm.types import Evidence, Limits, Task
-from farm.workspace import workspace
+from farm.workspace import base_tree, git_files, workspace
 
 MAX_PATCH_BYTES = 1 << 20
 
@@ -97,21 +97,20 @@ class _Plan:
 async def _plan(task: Task, kept: list[FileDiff], word: str) -> _Plan:
     """Files and script of one grading. The script says "<word> base" once the tests are in place and "<word> patched"
     once the agent's changes are, before anything of them runs."""
-    base = await workspace(task)
     own_tests = "git apply" in task.eval_script
     try:
         tests = [] if own_tests else read(task.test_patch)
     except ValueError as error:
         raise GraderError(f"{task.instance_id}: test patch: {error}", kind="test_patch", retryable=False) from error
-    tree = _tree(task, base)
-    made = _apply(tree, tests, kept) if base else None
+    base = await base_tree(task)
+    made = None if base is None else _apply(base, tests, kept)
     if made is not None:
         files = {f"{task.workdir}/{path}": data for path, data in made.items()}
         if "git" in task.eval_script:
-            files |= {path: data for path, data in base.items() if path.startswith(f"{task.workdir}/.git/")}
+            files |= git_files(task, await workspace(task), f"{task.workdir}/.git")
         steps = [f"echo {word} base", f"echo {word} patched"]
     else:
-        files = dict(base)
+        files = await workspace(task)
         steps = []
         if tests:
             files[_TEST_DIFF] = task.test_patch.encode()
@@ -126,12 +125,6 @@ async def _plan(task: Task, kept: list[FileDiff], word: str) -> _Plan:
         files[_EVAL] = script.encode()
         script = f"exec bash {_EVAL}"
     return _Plan(files=files, command="\n".join([f"cd {shlex.quote(task.workdir)} || exit", *steps, script]))
-
-
-def _tree(task: Task, base: Mapping[str, bytes]) -> dict[str, bytes]:
-    """The work tree among the workspace's files: path inside the repository -> bytes."""
-    prefix = f"{task.workdir}/"
-    return {path.removeprefix(prefix): data for path, data in base.items() if not path.startswith(f"{prefix}.git/")}
 
 
 def _apply(tree: dict[str, bytes], tests: list[FileDiff], kept: list[FileDiff]) -> dict[str, bytes] | None:
