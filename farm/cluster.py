@@ -165,7 +165,7 @@ class EpisodesPlugin(WorkerPlugin):
 
         self.loop.call_soon_threadsafe(stop)
 
-    async def teardown(self, worker: Worker) -> None:  # noqa: ARG002 - the plugin interface
+    async def teardown(self, worker: Worker) -> None:
         stop = asyncio.run_coroutine_threadsafe(self._stop(), self.loop)
         with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
             await asyncio.wait_for(asyncio.wrap_future(stop), timeout=_CLOSE_S / 2)
@@ -241,7 +241,7 @@ class FarmPlugin(SchedulerPlugin):
             "empty_addresses": [w.address for w in empty],
         }
 
-    def valid_workers_downscaling(self, scheduler: Scheduler, workers: list[WorkerState]) -> list[WorkerState]:  # noqa: ARG002
+    def valid_workers_downscaling(self, scheduler: Scheduler, workers: list[WorkerState]) -> list[WorkerState]:
         """Whoever else scales this cluster (an operator, an adaptive) only gets idle workers."""
         return [w for w in workers if not w.processing]
 
@@ -365,7 +365,7 @@ async def start_cluster(config: ClusterConfig, *, workers: int, runner: str, opt
         threads_per_worker=config.slots,
         processes=True,
         host="127.0.0.1",
-        scheduler_port=0,
+        scheduler_port=config.port,
         dashboard_address="127.0.0.1:0",
         memory_limit=0,
         asynchronous=True,

@@ -33,6 +33,7 @@ class ClusterConfig(_Section):
     workers: str = "2"
     slots: int = Field(default=16, ge=1, le=10_000, description="episodes at once per worker")
     address: str = ""
+    port: int = Field(default=0, ge=0, le=65_535, description="of the local scheduler, on loopback; 0: any free one")
     tls_ca: str = ""
     tls_cert: str = ""
     tls_key: str = ""
@@ -235,6 +236,13 @@ class LogConfig(_Section):
     seal_age_s: float = Field(default=2.0, gt=0)
 
 
+class FaultsConfig(_Section):
+    """Planned infrastructure failures (a share ``rate`` of all attempts), to measure what the farm does with them."""
+
+    rate: float = Field(default=0.0, ge=0, le=1)
+    seed: int = Field(default=0, ge=0)
+
+
 class FarmConfig(_Section):
     cluster: ClusterConfig = ClusterConfig()
     sandbox: SandboxConfig = SandboxConfig()
@@ -247,6 +255,7 @@ class FarmConfig(_Section):
     limits: LimitsConfig = LimitsConfig()
     retry: RetryConfig = RetryConfig()
     log: LogConfig = LogConfig()
+    faults: FaultsConfig = FaultsConfig()
 
     @model_validator(mode="after")
     def _context(self) -> FarmConfig:
@@ -301,18 +310,23 @@ def load_config(
 ) -> FarmConfig:
     """Profile of the task source, then ``path``, then ``sets`` ("section.key=value"), then ``overrides`` (what the
     command line says by its own options). Raises ``UsageError``."""
-    given: dict[str, Any] = {}
-    where = "configuration"
-    if path is not None:
-        where = str(path)
-        given = _read_toml(path)
+    given = {} if path is None else _read_toml(path)
+    where = "configuration" if path is None else str(path)
+    return parse_config(with_overrides(given, sets, overrides or {}), where=where)
+
+
+def with_overrides(
+    given: Mapping[str, Any], sets: Sequence[str], overrides: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """``given`` with ``sets`` and then ``overrides`` laid over it; None means: not said."""
+    merged = {section: dict(values) if isinstance(values, Mapping) else values for section, values in given.items()}
     for item in sets:
-        _apply_set(given, item)
-    for section, values in (overrides or {}).items():
+        _apply_set(merged, item)
+    for section, values in overrides.items():
         for key, value in values.items():
             if value is not None:
-                _section_of(given, section, where)[key] = value
-    return parse_config(given, where=where)
+                _section_of(merged, section, "configuration")[key] = value
+    return merged
 
 
 def parse_config(given: Mapping[str, Any], *, where: str = "configuration") -> FarmConfig:

@@ -1,0 +1,307 @@
+"""The command ``farm``. Nothing heavy is imported before the command line is parsed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from farm.config import FarmConfig
+    from farm.run_folder import RunFolder
+    from farm.service import Farm
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_PLAIN_LINE_S = 10.0
+_TOP_S = 1.0
+_DOWN_WAIT_S = 600.0
+
+
+def one_line_errors(command: Callable[P, R]) -> Callable[P, R]:
+    """Bad input: one line on stderr, exit code 2. The farm's own failure: one line, exit code 1."""
+
+    @wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        from farm.errors import FarmError, UsageError
+
+        try:
+            return command(*args, **kwargs)
+        except UsageError as error:
+            click.echo(f"farm: {' '.join(str(error).split())}", err=True)
+            sys.exit(2)
+        except FarmError as error:
+            click.echo(f"farm: {error.boundary.value}/{error.kind}: {' '.join(str(error).split())}", err=True)
+            sys.exit(1)
+
+    return run
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(package_name="rollout-farm")
+def main() -> None:
+    """Tasks in, trajectories out: an elastic farm of agent episodes in sandboxes."""
+
+
+@main.command()
+@click.option("--workers", metavar="N|MIN:MAX", help="Workers to keep, or the range to scale in. Default: 2.")
+@click.option("--run", "run_path", type=click.Path(path_type=Path), default=Path("run"), show_default=True,
+              help="Run folder; one that exists goes on.")  # fmt: skip
+@click.option("--config", "config_path", type=click.Path(path_type=Path), help="TOML file.")
+@click.option("--tasks", metavar="SPEC", help="micro:SPLIT, pypi[:PACKAGE] or swebench:PATH. Default: micro:rl.")
+@click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one value; repeatable.")
+@one_line_errors
+def up(workers: str | None, run_path: Path, config_path: Path | None, tasks: str | None, sets: tuple[str, ...]) -> None:
+    """Keep a farm up: engines, workers and sandboxes that turn tasks into trajectories until Ctrl-C (which drains).
+
+    Start a trainer on the same run folder to learn from them."""
+    config = _config(
+        run_path, config_path, sets, {"cluster": {"workers": workers}, "rollout": {"tasks": tasks}}, resume=True
+    )
+    _run(run_path, config, show_results=config.rollout.purpose == "eval")
+
+
+@main.command()
+@click.option("--tasks", metavar="SPEC", required=True, help="micro:SPLIT, pypi[:PACKAGE] or swebench:PATH.")
+@click.option("--attempts", type=click.IntRange(1, 1024), default=1, show_default=True, help="Attempts per task.")
+@click.option("--policy", type=click.Path(path_type=Path), help="Hugging Face model folder. Default: the shipped one.")
+@click.option("--agent", help="bash, oracle or null. Default: bash.")
+@click.option("--workers", metavar="N|MIN:MAX", help="Default: 2.")
+@click.option("--limit", type=click.IntRange(min=1), help="Only the first N tasks.")
+@click.option("--run", "run_path", type=click.Path(path_type=Path), help="Run folder. Default: a new one under runs/.")
+@click.option("--config", "config_path", type=click.Path(path_type=Path), help="TOML file.")
+@click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one value; repeatable.")
+@one_line_errors
+def rollout(
+    tasks: str,
+    attempts: int,
+    policy: Path | None,
+    agent: str | None,
+    workers: str | None,
+    limit: int | None,
+    run_path: Path | None,
+    config_path: Path | None,
+    sets: tuple[str, ...],
+) -> None:
+    """Run every task a fixed number of times and print what came out."""
+    overrides = {
+        "cluster": {"workers": workers},
+        "agent": {"name": agent},
+        "policy": {"base": None if policy is None else str(policy.absolute())},
+        "rollout": {
+            "tasks": tasks,
+            "limit": limit,
+            "purpose": "eval",
+            "group_size": attempts,
+            "min_attempts": 1,
+        },
+    }
+    path = run_path or _new_run()
+    _run(path, _config(path, config_path, sets, overrides, resume=False), show_results=True)
+
+
+@main.command()
+@click.argument("run_path", metavar="RUN", type=click.Path(path_type=Path))
+@one_line_errors
+def status(run_path: Path) -> None:
+    """Say what the farm on RUN is doing."""
+    from rich.console import Console
+
+    from farm.view import table
+
+    _, record = _status(run_path)
+    Console().print(table(record))
+
+
+@main.command()
+@click.argument("run_path", metavar="RUN", type=click.Path(path_type=Path))
+@one_line_errors
+def top(run_path: Path) -> None:
+    """Watch the farm on RUN until it ends or Ctrl-C."""
+    import time
+
+    from rich.live import Live
+
+    from farm.farm_state import farm_process
+    from farm.view import line, table
+
+    _, record = _status(run_path)
+    if not sys.stdout.isatty():
+        click.echo(line(record))
+        return
+    try:
+        with Live(table(record), refresh_per_second=2) as live:
+            while farm_process(record) is not None:
+                time.sleep(_TOP_S)
+                _, record = _status(run_path)
+                live.update(table(record))
+    except KeyboardInterrupt:
+        return
+
+
+@main.command()
+@click.argument("run_path", metavar="RUN", type=click.Path(path_type=Path))
+@click.option("--now", is_flag=True, help="Give up what runs instead of draining it.")
+@one_line_errors
+def down(run_path: Path, now: bool) -> None:
+    """End the farm on RUN: drain it, and wait until it is gone."""
+    import signal
+    import time
+
+    from farm.farm_state import farm_process
+
+    run, record = _status(run_path)
+    process = farm_process(record)
+    if process is None:
+        click.echo(f"no farm is running on {run.path}")
+        return
+    process.send(signal.SIGTERM)
+    if now:
+        time.sleep(0.5)  # two signals at once would be one
+        process.send(signal.SIGTERM)
+    give_up_at = time.monotonic() + _DOWN_WAIT_S
+    while process.alive:
+        if time.monotonic() > give_up_at:
+            click.echo(f"farm: process {process.pid} is still draining; repeat with --now to end it", err=True)
+            sys.exit(1)
+        time.sleep(0.1)
+    click.echo(f"farm on {run.path} ended")
+
+
+@main.command()
+@one_line_errors
+def doctor() -> None:
+    """Say what isolation this machine gives, and what is missing."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from farm.sandbox.doctor import checks
+
+    found = checks()
+    shown = Table(box=None, padding=(0, 2), header_style="dim")
+    for name in ("check", "status", "detail", "advice"):
+        shown.add_column(name)
+    colours = {"ok": "green", "degraded": "yellow", "missing": "red"}
+    for check in found:
+        style = colours.get(check.status, "")
+        shown.add_row(check.name, f"[{style}]{check.status}[/]" if style else check.status, check.detail, check.advice)
+    Console().print(shown)
+    sys.exit(1 if any(check.status == "missing" for check in found) else 0)
+
+
+def _config(
+    run_path: Path,
+    config_path: Path | None,
+    sets: tuple[str, ...],
+    overrides: dict[str, dict[str, Any]],
+    *,
+    resume: bool,
+) -> FarmConfig:
+    """From the file and the options; a folder that has a run already brings its own configuration."""
+    from farm.config import load_config, parse_config, with_overrides
+
+    if resume and config_path is None and (run_path / "config.json").exists():
+        from farm.run_folder import RunFolder
+
+        saved = RunFolder.open(run_path).config()
+        return parse_config(with_overrides(saved, sets, overrides), where=str(run_path / "config.json"))
+    return load_config(config_path, sets=sets, overrides=overrides)
+
+
+def _run(run_path: Path, config: FarmConfig, *, show_results: bool) -> None:
+    import asyncio
+    import logging
+
+    from farm.preflight import prepare
+    from farm.start import open_run, run_farm
+
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    prepared = prepare(config)
+    run = open_run(run_path, config)
+    _log_to(run)
+    click.echo(f"run folder: {run.path}")
+    watch = _watch_live if sys.stdout.isatty() else _watch_plain
+    try:
+        farm = asyncio.run(run_farm(run, config, prepared, progress=click.echo, watch=watch))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        click.echo("farm: ended while starting; nothing is left running", err=True)
+        sys.exit(130)
+    if show_results:
+        _print_results(run)
+    if not farm.finished:
+        click.echo(f"stopped before the end; go on with the same command and --run {run.path}")
+
+
+def _log_to(run: RunFolder) -> None:
+    import logging
+
+    handler = logging.FileHandler(run.logs / "farm.log")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    logger = logging.getLogger("farm")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
+async def _watch_live(farm: Farm) -> None:
+    import asyncio
+
+    from rich.live import Live
+
+    from farm.view import table
+
+    with Live(table(farm.status()), refresh_per_second=2) as live:
+        while True:
+            await asyncio.sleep(0.5)
+            live.update(table(farm.status()))
+
+
+async def _watch_plain(farm: Farm) -> None:
+    import asyncio
+
+    from farm.view import line
+
+    while True:
+        await asyncio.sleep(_PLAIN_LINE_S)
+        click.echo(line(farm.status()))
+
+
+def _print_results(run: RunFolder) -> None:
+    from rich.console import Console
+
+    from farm.results import summarize
+    from farm.trajectory_log import DirectoryLog
+    from farm.types import Cursor
+    from farm.view import result_table
+
+    log = DirectoryLog(run.trajectories, create=False)
+    Console().print(result_table(summarize(row for _, row in log.read(Cursor()))))
+
+
+def _status(run_path: Path) -> tuple[RunFolder, dict[str, Any]]:
+    from farm.errors import UsageError
+    from farm.farm_state import farm_process, read_status
+    from farm.run_folder import RunFolder
+
+    run = RunFolder.open(run_path)
+    record = read_status(run)
+    if record is None:
+        raise UsageError(f"{run.path}: no farm has run here yet; start one with: farm up --run {run_path}")
+    if record["state"] in {"starting", "running", "draining", "stopping"} and farm_process(record) is None:
+        record["state"] = "dead"
+    return run, record
+
+
+def _new_run() -> Path:
+    import time
+
+    return Path("runs") / time.strftime("rollout-%Y%m%d-%H%M%S")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Everything that can be wrong with the input is found here, before anything starts (Rule 11).
+
+Each check raises ``UsageError`` with one line: what, where, what is allowed, what to do.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from farm.agent import make_agent
+from farm.config import FarmConfig
+from farm.errors import UsageError
+from farm.grader import make_grader
+from farm.render import RENDERERS, make_renderer
+from farm.sandbox import make_provider
+from farm.tasks import load_tasks
+from farm.types import Task
+
+# They sample nothing, so a farm that runs only them needs no engine and no policy.
+ENGINELESS_AGENTS = frozenset({"oracle", "null"})
+
+# What an empty policy.base stands for.
+SHIPPED_POLICY = Path(__file__).parents[1] / "datasets" / "micro" / "policy"
+
+_PROBE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """Input that has been found good. ``base_policy`` is None when no engine is needed."""
+
+    tasks: tuple[Task, ...]
+    base_policy: Path | None
+
+
+def needs_engine(config: FarmConfig) -> bool:
+    return config.agent.name not in ENGINELESS_AGENTS
+
+
+def prepare(config: FarmConfig) -> Prepared:
+    """Check everything and load the tasks."""
+    make_agent(config.agent.name)
+    make_grader(config.grader.name)
+    base_policy = None
+    if needs_engine(config):
+        if config.renderer.name not in RENDERERS:
+            make_renderer(config.renderer.name, "")  # raises, naming the choices
+        base_policy = check_policy(Path(config.policy.base) if config.policy.base else SHIPPED_POLICY)
+        make_renderer(config.renderer.name, str(base_policy))
+        for url in config.engine.urls:
+            _check_engine(url)
+    _check_port(config.cluster.port)
+    make_provider(config.sandbox.provider)
+    tasks = load_tasks(config.rollout.tasks, limit=config.rollout.limit)
+    if not tasks:
+        raise UsageError(f"tasks {config.rollout.tasks!r}: no tasks in there; give a source with at least one")
+    return Prepared(tasks=tuple(tasks), base_policy=base_policy)
+
+
+def check_policy(folder: Path) -> Path:
+    """``folder`` is a complete Hugging Face model folder; returns it absolute."""
+    advice = "give a Hugging Face model folder (config.json, tokenizer.json, *.safetensors) to --policy or policy.base"
+    if not folder.is_dir():
+        raise UsageError(f"policy {folder}: no such folder; {advice}")
+    for name in ("config.json", "tokenizer.json"):
+        _read_object(folder / name, advice)
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        raise UsageError(f"policy {folder}: holds no *.safetensors; {advice}")
+    for file in weights:
+        _check_safetensors(file, advice)
+    return folder.absolute()
+
+
+def _read_object(path: Path, advice: str) -> None:
+    try:
+        value: Any = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"policy {path.parent}: has no {path.name}; {advice}") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"policy {path}: unreadable ({error}); {advice}") from None
+    if not isinstance(value, dict):
+        raise UsageError(f"policy {path}: must be a JSON object, is a {type(value).__name__}; {advice}")
+
+
+def _check_safetensors(path: Path, advice: str) -> None:
+    """The header must parse and its tensors must fit the file exactly, or the file was cut short."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 0 < length <= size - 8:
+                raise ValueError("its header is longer than the file")
+            header = json.loads(file.read(length))
+        end = max((t["data_offsets"][1] for name, t in header.items() if name != "__metadata__"), default=0)
+        if size != 8 + length + end:
+            raise ValueError(f"{size} bytes, its header says {8 + length + end}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"policy {path}: not a whole safetensors file ({error}); {advice}") from None
+
+
+def _check_engine(url: str) -> None:
+    try:
+        with urllib.request.urlopen(url.rstrip("/") + "/model_info", timeout=_PROBE_S) as answer:
+            json.loads(answer.read())
+    except (OSError, ValueError, urllib.error.URLError) as error:
+        raise UsageError(
+            f"engine.urls: {url}: no SGLang server answers there ({error}); start it, or correct the address"
+        ) from None
+
+
+def _check_port(port: int) -> None:
+    if not port:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise UsageError(
+                f"cluster.port {port}: can't be used ({error.strerror}); choose a free one, or 0 for any"
+            ) from None

@@ -1,0 +1,190 @@
+"""Putting a farm together and taking it apart again: folder, lock, leftovers, policy, engines, cluster.
+
+Whatever was started is ended in the reverse order, also when a later part does not start (Rule 7).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from farm.config import FarmConfig, to_json
+from farm.dispatch import EndlessPlan, FinitePlan, Plan, PlanSpec
+from farm.durable import FolderLock
+from farm.farm_state import ProcessId, end_processes, read_status, write_status
+from farm.policy_log import PolicyLog
+from farm.preflight import Prepared
+from farm.run_folder import RunFolder
+from farm.sandbox import make_provider
+from farm.service import Engines, Farm, FarmParts
+from farm.trajectory_log import DirectoryLog
+from farm.types import PolicyVersion
+from farm.worker import WorkerOptions
+
+RUNNER = "farm.worker:make_worker"
+
+_log = logging.getLogger(__name__)
+
+
+def open_run(path: Path, config: FarmConfig) -> RunFolder:
+    """The run folder for ``config``. Where it runs (section cluster) may change between starts; what runs may not."""
+    resolved = to_json(config)
+    del resolved["cluster"]
+    return RunFolder.create(path, resolved)
+
+
+def make_plan(config: FarmConfig, prepared: Prepared) -> Plan:
+    spec = PlanSpec(
+        group_size=config.rollout.group_size,
+        seed=config.rollout.seed,
+        purpose=config.rollout.purpose,
+        sampling=config.rollout.sampling,
+        limits=config.limits.limits,
+    )
+    if config.rollout.purpose == "eval":
+        return FinitePlan(prepared.tasks, spec)
+    return EndlessPlan(prepared.tasks, spec)
+
+
+def clean_up_after(run: RunFolder) -> None:
+    """End what a farm that was killed left running. The lock is held, so that farm is dead."""
+    status = read_status(run)
+    if status is None:
+        return
+    engines = [ProcessId.from_json(engine["process"]) for engine in status["engines"] if engine.get("process")]
+    if count := end_processes(engines):
+        _log.warning("ended %d engine processes that the farm before left behind", count)
+
+
+def publish_base(policies: PolicyLog, base: Path) -> PolicyVersion:
+    """The newest version; ``base`` becomes step 0 when there is none."""
+    latest = policies.latest()
+    if latest is not None:
+        return latest
+
+    def copy(target: Path) -> None:
+        for file in sorted(base.iterdir()):
+            if file.is_file() and file.name != "policy.json":
+                shutil.copyfile(file, target / file.name)
+
+    return policies.publish(0, copy, consumed_groups=0)
+
+
+@contextlib.asynccontextmanager
+async def running_farm(
+    run: RunFolder, config: FarmConfig, prepared: Prepared, *, progress: Callable[[str], None]
+) -> AsyncIterator[Farm]:
+    """A farm that is up and ready for :meth:`Farm.run`. ``progress`` is told what is being started."""
+    from farm.cluster import start_cluster  # imports Dask
+
+    async with contextlib.AsyncExitStack() as stack:
+        lock = FolderLock(run.path / "farm.lock", "farm")
+        lock.acquire()
+        stack.callback(lock.release)
+        await asyncio.to_thread(clean_up_after, run)
+        _announce(run)
+        log = DirectoryLog(run.trajectories)
+        stack.callback(log.close)
+        await asyncio.to_thread(log.seal)
+        provider = make_provider(config.sandbox.provider)
+        await provider.sweep(now_s=time.time())
+        policies: PolicyLog | None = None
+        fleet: Engines | None = None
+        model_path = ""
+        if prepared.base_policy is not None:
+            policies = PolicyLog(run.policies)
+            version = await asyncio.to_thread(publish_base, policies, prepared.base_policy)
+            model_path = str(prepared.base_policy)
+            progress(f"starting engines on policy {version.name}")
+            fleet = await _start_fleet(stack, run, config, version)
+        minimum, _ = config.cluster.span
+        progress(f"starting {minimum} workers of {config.cluster.slots} slots")
+        options = WorkerOptions(
+            log_path=str(run.trajectories),
+            provider=config.sandbox.provider,
+            agent=config.agent.name,
+            renderer=config.renderer.name,
+            grader=config.grader.name,
+            model_path=model_path,
+            fault_rate=config.faults.rate,
+            fault_seed=config.faults.seed,
+        )
+        cluster = await start_cluster(config.cluster, workers=minimum, runner=RUNNER, options={"options": options})
+        stack.push_async_callback(cluster.close)
+        yield Farm(
+            FarmParts(
+                run=run,
+                config=config,
+                plan=make_plan(config, prepared),
+                cluster=cluster,
+                log=log,
+                policies=policies,
+                fleet=fleet,
+                provider=provider,
+            )
+        )
+
+
+async def _start_fleet(
+    stack: contextlib.AsyncExitStack, run: RunFolder, config: FarmConfig, version: PolicyVersion
+) -> Engines:
+    from farm.fleet import start_fleet
+
+    fleet = await start_fleet(config.engine, version=version, logs=run.logs)
+    stack.push_async_callback(fleet.close)
+    return fleet
+
+
+def _announce(run: RunFolder) -> None:
+    """So that ``farm down`` finds the process from the first moment on."""
+    me = ProcessId.of(os.getpid())
+    if me is not None:
+        write_status(run, {"state": "starting", "process": me.to_json(), "engines": []})
+
+
+async def run_farm(
+    run: RunFolder,
+    config: FarmConfig,
+    prepared: Prepared,
+    *,
+    progress: Callable[[str], None],
+    watch: Callable[[Farm], Coroutine[Any, Any, None]] | None = None,
+) -> Farm:
+    """Start, run to the end, take apart. The first SIGINT or SIGTERM drains, the second stops at once; while the farm
+    is still starting the first one ends it. ``watch`` runs beside the farm and is cancelled when it ends."""
+    loop = asyncio.get_running_loop()
+    main = asyncio.current_task()
+    farm: Farm | None = None
+
+    def on_signal() -> None:
+        if farm is None:
+            assert main is not None
+            main.cancel()
+        elif farm.draining:
+            farm.stop()
+        else:
+            farm.drain()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    try:
+        async with running_farm(run, config, prepared, progress=progress) as farm:
+            watcher = asyncio.create_task(watch(farm)) if watch else None
+            try:
+                await farm.run()
+            finally:
+                if watcher is not None:
+                    watcher.cancel()
+                    await asyncio.wait({watcher})
+            return farm
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
