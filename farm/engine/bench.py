@@ -118,7 +118,8 @@ async def _run(engine: Engine, shape: BenchShape, concurrency: int, seconds: flo
         nonlocal sampled
         number = 0
         while number == 0 or time.perf_counter() - started < seconds:
-            sampled += await _episode(engine, shape, f"{label}-{worker}-{number}", worker * 1_000_003 + number)
+            tokens = await _episode(engine, shape, f"{label}-{worker}-{number}", worker * 1_000_003 + number)
+            sampled += tokens
             number += 1
 
     await asyncio.gather(*(loop(worker) for worker in range(concurrency)))
