@@ -132,7 +132,11 @@ def _cpu_s(pid: int) -> float:
 
 
 async def measure_async(
-    *, shape: BenchShape = BenchShape(), concurrencies: tuple[int, ...] = (1, 8, 32), seconds: float = 4.0, repeats: int = 3
+    *,
+    shape: BenchShape = BenchShape(),
+    concurrencies: tuple[int, ...] = (1, 8, 32),
+    seconds: float = 4.0,
+    repeats: int = 3,
 ) -> dict[str, dict[str, float]]:
     """See :func:`measure`."""
     results: dict[str, dict[str, float]] = {}
@@ -170,7 +174,11 @@ async def measure_async(
 
 
 def measure(
-    *, shape: BenchShape = BenchShape(), concurrencies: tuple[int, ...] = (1, 8, 32), seconds: float = 4.0, repeats: int = 3
+    *,
+    shape: BenchShape = BenchShape(),
+    concurrencies: tuple[int, ...] = (1, 8, 32),
+    seconds: float = 4.0,
+    repeats: int = 3,
 ) -> dict[str, dict[str, float]]:
     """Start a server with a random model and measure output tokens/s at each number of concurrent episodes.
 

@@ -88,8 +88,8 @@ async def launch_engine(
 ) -> EngineProcess:
     """Start an embedded engine and wait until it serves.
 
-    Raises UsageError when the server refuses its options (bad model folder, port in use) and EngineError (``start``) when it
-    dies or is not up in time; nothing is left running then, nor when cancelled."""
+    Raises UsageError when the server refuses its options (bad model folder, port in use) and EngineError (``start``)
+    when it dies or is not up in time; nothing is left running then, nor when cancelled."""
     process, url_file, log = start_engine(options, run_folder=run_folder, name=name)
     deadline = time.monotonic() + timeout_s
     try:

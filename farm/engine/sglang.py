@@ -1,11 +1,11 @@
 """Client of SGLang's native HTTP API (0.5.23), used for real servers and for the embedded one alike.
 
-Every call is bounded and raises :class:`~farm.errors.EngineError` with one of these kinds: ``unreachable``, ``timeout``,
-``queue_full``, ``out_of_memory``, ``status_NNN``, ``malformed``, ``unverified_weights``.
+Every call is bounded and raises :class:`~farm.errors.EngineError` with one of these kinds: ``unreachable``,
+``timeout``, ``queue_full``, ``out_of_memory``, ``status_NNN``, ``malformed``, ``unverified_weights``.
 
-A pause is a *retract* pause: running requests keep their tokens and go on after it, but their KV is computed anew. It is the
-one mode in which SGLang flushes its whole prefix cache on a weight update; with ``in_place`` it refuses to, and later turns
-would build on KV of the old policy.
+A pause is a *retract* pause: running requests keep their tokens and go on after it, but their KV is computed anew. It
+is the one mode in which SGLang flushes its whole prefix cache on a weight update; with ``in_place`` it refuses to, and
+later turns would build on KV of the old policy.
 """
 
 from __future__ import annotations
@@ -198,7 +198,8 @@ class SGLangEngine:
 
 
 def _wire_rid(rid: str) -> str:
-    """SGLang aborts every request whose rid *begins* with the given one; the closing dot keeps ``e-1`` from ``e-10``."""
+    """SGLang aborts every request whose rid *begins* with the given one; the closing dot keeps ``e-1`` from
+    ``e-10``."""
     return rid + "."
 
 

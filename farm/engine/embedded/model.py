@@ -1,8 +1,8 @@
 """Qwen3 and Qwen3-MoE decoders in float32, over a batch that mixes prefill chunks and single decode tokens.
 
-The tokens of a step are flat: ``[T]`` ids, each with its row of the KV store and its position. Linear layers see all T at
-once, which is where batching pays. Attention has two shapes: all decode tokens together against the first rows of the
-store (one batched product, padded to the longest), and each prefill chunk alone against its own row.
+The tokens of a step are flat: ``[T]`` ids, each with its row of the KV store and its position. Linear layers see all T
+at once, which is where batching pays. Attention has two shapes: all decode tokens together against the first rows of
+the store (one batched product, padded to the longest), and each prefill chunk alone against its own row.
 
 Norm weights stay where they are; query, key and value projections are fused, so are gate and up, and the softmax scale
 is folded into the query norm.
@@ -24,7 +24,8 @@ _SCORE_ELEMENTS = 1 << 24  # a prefill chunk's score matrix is kept below this m
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """``length`` prompt tokens of ``row`` beginning at ``position``; they are tokens [offset, offset+length) of the step."""
+    """``length`` prompt tokens of ``row`` beginning at ``position``; they are tokens [offset, offset+length) of the
+    step."""
 
     row: int
     position: int
@@ -34,7 +35,8 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """One step's tokens. The first ``len(decode_rows)`` of the T tokens are decode tokens, in the order of ``decode_rows``.
+    """One step's tokens. The first ``len(decode_rows)`` of the T tokens are decode tokens, in the order of
+    ``decode_rows``.
 
     ``mask`` [R, 1, L] is added to the decode scores of rows 0..R-1 (0 where a row holds a token, -inf where not);
     ``wanted`` are the indices of the tokens whose logits are asked for.

@@ -32,7 +32,9 @@ class Request:
 
     prompt_length: int = field(init=False)
     logprobs: NDArray[np.float32] = field(init=False)
-    version_changes: list[tuple[str, int]] = field(default_factory=list)  # (version left, tokens sampled under it so far)
+    version_changes: list[tuple[str, int]] = field(
+        default_factory=list
+    )  # (version left, tokens sampled under it so far)
     retractions: int = 0
     cached_tokens: int = 0
     sequence: int = 0  # order of admission

@@ -39,17 +39,12 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> tuple[NDArray[np.int64],
     """Logits [S, vocab] -> chosen ids [S] and their log-probabilities [S] under the untempered, uncut softmax."""
     logprobs = torch.log_softmax(logits, -1)
     greedy = rows.temperature < GREEDY_BELOW
-    if greedy.all():
-        chosen = torch.argmax(logits, -1)
-    else:
-        chosen = _draw(logits, logprobs, rows, greedy)
+    chosen = torch.argmax(logits, -1) if greedy.all() else _draw(logits, logprobs, rows, greedy)
     picked = logprobs.gather(1, chosen.unsqueeze(1)).squeeze(1)
     return chosen.numpy(), picked.numpy()
 
 
-def _draw(
-    logits: torch.Tensor, logprobs: torch.Tensor, rows: SamplingRows, greedy: NDArray[np.bool_]
-) -> torch.Tensor:
+def _draw(logits: torch.Tensor, logprobs: torch.Tensor, rows: SamplingRows, greedy: NDArray[np.bool_]) -> torch.Tensor:
     temperature = np.where(greedy, np.float32(1), rows.temperature)
     if (temperature == 1).all():
         probs = logprobs.exp()

@@ -246,7 +246,8 @@ class Scheduler:
     def _assemble(
         self, decode: NDArray[np.int64], chunks: list[Chunk], done: NDArray[np.int64], scored: list[Chunk]
     ) -> StepInput:
-        """The step's tensors; ``wanted`` begins with the last token of each row of ``done``, then whole scored chunks."""
+        """The step's tensors; ``wanted`` begins with the last token of each row of ``done``, then whole scored
+        chunks."""
         table = self._table
         positions = table["computed"][decode]
         ids = self._tokens[decode, positions]

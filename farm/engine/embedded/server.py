@@ -143,9 +143,7 @@ class EngineServer:
                 await self._open.wait()
             self._idle.clear()
             self._scheduler.submit(
-                wire.make_request(
-                    body, rid=rid, seed=secrets.randbits(63), arrived_s=arrived, on_finish=self._finished
-                )
+                wire.make_request(body, rid=rid, seed=secrets.randbits(63), arrived_s=arrived, on_finish=self._finished)
             )
             self._loop.wake()
             request = await answer

@@ -1,4 +1,5 @@
-"""SGLang's native HTTP bodies: read a ``/generate`` request, write its answer. Pure; field names as in SGLang 0.5.23."""
+"""SGLang's native HTTP bodies: read a ``/generate`` request, write its answer. Pure; field names as in SGLang
+0.5.23."""
 
 from __future__ import annotations
 
