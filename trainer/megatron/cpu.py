@@ -23,6 +23,7 @@ Not needed on one rank with the modules chosen in :mod:`trainer.megatron.model`,
 from __future__ import annotations
 
 import contextlib
+import importlib
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,6 +31,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+_MODULES = ("distributed", "models.gpt.gpt_layer_specs", "optimizer", "pipeline_parallel", "transformer.moe.moe_utils")
 HAVE_CUDA = torch.cuda.is_available()
 
 
@@ -44,9 +46,12 @@ def _import_megatron() -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # one line for each of Apex, Transformer Engine, ... that is missing
-            from megatron.core.transformer.moe import moe_utils
+            for name in _MODULES:
+                importlib.import_module(f"megatron.core.{name}")
     finally:
         torch.compile = compile_
+    from megatron.core.transformer.moe import moe_utils
+
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # C4
 
@@ -69,6 +74,14 @@ class _CudaLiterals(TorchFunctionMode):
 def cuda_literals() -> contextlib.AbstractContextManager[Any]:
     """Enter around calls into Megatron's schedule and optimizer."""
     return contextlib.nullcontext() if HAVE_CUDA else _CudaLiterals()
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Megatron warns about its own calls to itself, on every call; nothing there is for us to act on."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"megatron\.")
+        yield
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from torch import Tensor
 from farm.errors import FarmError, UsageError
 from trainer.batch import MicroBatch
 from trainer.megatron import convert
-from trainer.megatron.cpu import cuda_literals, plain_torch
+from trainer.megatron.cpu import cuda_literals, plain_torch, quiet
 from trainer.megatron.model import build_model, read_hf_config, start_megatron
 
 Loss = Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, float]]]
@@ -47,7 +47,7 @@ class Learner:
         config.calculate_per_token_loss = True  # gradients are divided by the number of loss tokens of the whole batch
         config.finalize_model_grads_func = finalize_model_grads
         self._ddp = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), self.model)
-        with cuda_literals():
+        with quiet(), cuda_literals():
             self._optimizer = get_megatron_optimizer(
                 OptimizerConfig(
                     optimizer="adam",
@@ -97,7 +97,7 @@ class Learner:
 
             return logprobs, reduce
 
-        with cuda_literals():
+        with quiet(), cuda_literals():
             get_forward_backward_func()(
                 forward_step_func=forward,
                 data_iterator=iter(batches),
@@ -116,7 +116,7 @@ class Learner:
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
         """Log-probabilities [N] of the loss tokens under the present weights, without gradient."""
-        with torch.no_grad():
+        with quiet(), torch.no_grad():
             return _logprobs(self.model, batch)
 
     def write(self, folder: Path, *, source: Path) -> None:

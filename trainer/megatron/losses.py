@@ -23,8 +23,8 @@ def grpo(clip_low: float, clip_high: float) -> Callable[[Tensor, MicroBatch], tu
 
     Per token: ``-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)`` with ``ratio = exp(new - recorded)``.
     Normalised by the number of loss tokens of the batch (token mean): every sampled token weighs the same, so a long
-    episode is neither favoured nor spared; there is no KL term. The log-ratio is cut at +-20, where a policy update can't
-    come from: a corrupt recorded value then costs its own token, not the step.
+    episode is neither favoured nor spared; there is no KL term. The log-ratio is cut at +-20, which no policy update
+    reaches: a corrupt recorded value then costs its own token, not the step.
 
     Metric sums: ``clipped`` (tokens whose gradient the clip cut off), ``kl`` (``exp(-d) - 1 + d`` with ``d = new -
     recorded``, the low-variance estimate of KL(recorded || new)), ``surprise`` (``-new``: an estimate of the entropy).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 
 from farm.errors import UsageError
 from trainer.megatron.attention import SdpaAttention
+from trainer.megatron.cpu import quiet
 from trainer.megatron.fused import RmsNorm, SwiGlu, install_fused_rope
 
 MODEL_TYPES = ("qwen3", "qwen3_moe")
@@ -122,6 +124,7 @@ def transformer_config(hf: dict[str, Any]) -> TransformerConfig:
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
+        cuda_graph_scope=[],
         apply_rope_fusion=not torch.cuda.is_available(),
         use_te_activation_func=not torch.cuda.is_available(),  # the hook for an activation module, TE's or not
         **options,
@@ -180,12 +183,15 @@ def build_model(hf: dict[str, Any], *, seed: int = 0) -> PolicyModel:
     spec.submodules.self_attention.submodules.core_attention = SdpaAttention
     if not torch.cuda.is_available():
         _use_fused(spec.submodules)
-    return PolicyModel(
-        config=config,
-        transformer_layer_spec=spec,
-        vocab_size=int(hf["vocab_size"]),
-        max_sequence_length=int(hf["max_position_embeddings"]),
-        position_embedding_type="rope",
-        rotary_base=rope_theta(hf),
-        share_embeddings_and_output_weights=bool(hf.get("tie_word_embeddings", False)),
-    )
+    # Megatron's own spec for a dense layer makes its own layer complain, once for each layer.
+    logging.getLogger("megatron.core.transformer.transformer_layer").setLevel(logging.ERROR)
+    with quiet():
+        return PolicyModel(
+            config=config,
+            transformer_layer_spec=spec,
+            vocab_size=int(hf["vocab_size"]),
+            max_sequence_length=int(hf["max_position_embeddings"]),
+            position_embedding_type="rope",
+            rotary_base=rope_theta(hf),
+            share_embeddings_and_output_weights=bool(hf.get("tie_word_embeddings", False)),
+        )
