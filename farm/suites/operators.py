@@ -50,27 +50,14 @@ class Mutation:
 
 
 def mutations(source: str, *, kinds: tuple[str, ...] = KINDS) -> list[Mutation]:
-    """All mutations of ``source`` that still parse, ordered by place. Raises SyntaxError on unreadable source."""
+    """All mutations of ``source``, ordered by place; each can be parsed. Raises SyntaxError on unreadable source."""
     tree = ast.parse(source)
-    lines = source_lines(source)
-    found = set()
-    for mutation in _walk(tree, lines, ""):
-        if mutation.kind in kinds and _parses(mutation.apply(source)):
-            found.add(mutation)
-    return sorted(found)
+    return sorted({mutation for mutation in _walk(tree, source_lines(source), "") if mutation.kind in kinds})
 
 
 def source_lines(source: str) -> list[str]:
     """Lines as Python counts them, ends kept: ``str.splitlines`` also splits at form feeds and separators."""
     return list(io.StringIO(source, newline=""))
-
-
-def _parses(source: str) -> bool:
-    try:
-        ast.parse(source)
-    except SyntaxError:
-        return False
-    return True
 
 
 def _walk(node: ast.AST, lines: list[str], function: str) -> Iterator[Mutation]:
@@ -109,7 +96,9 @@ def _leaves(node: ast.AST, lines: list[str], function: str) -> Iterator[Mutation
     if change and isinstance(node, ast.expr):
         kind, old, new = change
         column = _column(lines, node.lineno, node.col_offset)
-        if lines[node.lineno - 1].startswith(old, column):  # not 0x10, 1_000, not(x), (min)(x)
+        after = lines[node.lineno - 1][column + len(old) :][:1]
+        plain = not (after.isspace() if old.endswith(" ") else after.isalnum() or after == "_")
+        if plain and lines[node.lineno - 1].startswith(old, column):  # not 0x10, 1_000, not(x), (min)(x)
             yield Mutation(line=node.lineno, column=column, kind=kind, old=old, new=new, function=function)
 
 

@@ -11,7 +11,9 @@ NAMES = st.sampled_from(["a", "b", "größe", "xs", "min"])
 ATOMS = st.one_of(
     NAMES,
     st.integers(0, 1200).map(str),
-    st.sampled_from(["True", "False", "None", "'ä + 1'", "0x1f", "00", "1_0", "f'{a + 1}'", '"\u2028 < "', "2.5"]),
+    st.sampled_from(
+        ["True", "False", "None", "'ä + 1'", "0x1f", "00", "0x0", "0o7", "1_0", "f'{a + 1}'", '"\u2028 < "', "2.5"]
+    ),
 )
 BINARY = ["+", "-", "*", "//", "%", "**", "<", "<=", ">", ">=", "==", "!=", "in", "not in", "is", "is not", "and", "or"]
 
@@ -22,6 +24,8 @@ def _deeper(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
         inner.map(lambda e: f"({e})"),
         inner.map(lambda e: f"not {e}"),
         inner.map(lambda e: f"not({e})"),
+        inner.map(lambda e: f"not  {e}"),
+        st.builds(lambda n, e: f"{n}if {e}else {n}", st.integers(0, 9), inner),
         st.builds(lambda f, e: f"{f}({e})", st.sampled_from(["min", "max", "any", "all", "f", "(min)"]), inner),
         st.builds(lambda a, b: f"[{a}, {b}]", inner, inner),
         st.builds(lambda a, b: f"({a} +\n     {b})", inner, inner),

@@ -46,6 +46,8 @@ def test_each_operator(source: str, expected: list[tuple[str, str, str]]) -> Non
         "a *= b",
         "f(0x10, 1_000, 1000, 1.5, 2j, None, 'x + 1', b'1')",
         "not(a)",
+        "not  a",
+        "f(0x0, 00, 0b0)",
         "(min)(a)",
         "x.min(a)",
         "f'{a + b} {1}'",
