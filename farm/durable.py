@@ -167,6 +167,9 @@ class FolderLock:
             os.close(self._descriptor)
             self._descriptor = None
 
+    def __del__(self) -> None:
+        self.release()
+
 
 def claim_folder(path: Path, *, marker: str, format_name: str, version: int, create: bool, disk: Disk) -> None:
     """Make ``path`` a folder of ours, or check that it is one.
