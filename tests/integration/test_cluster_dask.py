@@ -1,0 +1,190 @@
+"""farm/cluster.py on a real LocalCluster: results, loss, cancel, drain, clean end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from farm.cluster import Cluster, ClusterEvent, Finished, Lost, start_cluster
+from farm.config import ClusterConfig
+from farm.types import Attempt, Episode, InlineFiles, Task
+
+RUNNER = '''
+"""A runner for tests: the task's problem statement says what to do."""
+import asyncio, os, time
+
+
+class Runner:
+    def __init__(self, *, worker, folder):
+        self.worker, self.folder = worker, folder
+
+    async def run(self, attempt):
+        words = attempt.episode.task.problem_statement.split()
+        open(os.path.join(self.folder, f"started-{attempt.episode.index}-{attempt.number}-{os.getpid()}"), "w").close()
+        if words[0] == "sleep":
+            await asyncio.sleep(float(words[1]))
+        if words[0] == "block":
+            time.sleep(float(words[1]))
+        if words[0] == "raise":
+            raise RuntimeError("a defect")
+        return {"index": attempt.episode.index, "pid": os.getpid(), "worker": self.worker}
+
+    async def close(self):
+        open(os.path.join(self.folder, f"closed-{os.getpid()}"), "w").close()
+'''
+
+
+def attempt(index: int, what: str, number: int = 1) -> Attempt:
+    task = Task(
+        instance_id="t",
+        dataset="d",
+        repo="r",
+        base_commit="c",
+        problem_statement=what,
+        patch="",
+        test_patch="",
+        fail_to_pass=(),
+        pass_to_pass=(),
+        eval_script="",
+        log_parser="x",
+        workspace=InlineFiles(files={}),
+    )
+    episode = Episode(task=task, group_id="g", index=index, group_size=64, seed=index)
+    return Attempt(episode=episode, number=number, engine_url="", min_version=0, queued_at_s=0.0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "dask_test_runner.py").write_text(RUNNER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def with_cluster(folder: Path, use: Callable[[Cluster], Awaitable[None]], *, workers: int = 2, slots: int = 4) -> None:
+    async def main() -> None:
+        cluster = await start_cluster(
+            ClusterConfig(slots=slots),
+            workers=workers,
+            runner="dask_test_runner:Runner",
+            options={"folder": str(folder)},
+        )
+        try:
+            async with asyncio.timeout(60):
+                await use(cluster)
+        finally:
+            await cluster.close()
+
+    asyncio.run(main())
+
+
+async def started(folder: Path, count: int) -> list[Path]:
+    while len(found := sorted(folder.glob("started-*"))) < count:
+        await asyncio.sleep(0.02)
+    return found
+
+
+def test_results_slots_blocking_and_defects(folder: Path) -> None:
+    async def use(cluster: Cluster) -> None:
+        assert cluster.address.startswith("tcp://127.0.0.1:")
+        size = await cluster.scale(2)
+        assert (size.workers, size.slots, size.draining) == (2, 8, 0)
+        for index in range(20):
+            cluster.submit(attempt(index, "block 0.01" if index % 2 else "sleep 0.01"))
+        cluster.submit(attempt(20, "raise"))
+        events: list[ClusterEvent] = [await cluster.events.get() for _ in range(21)]
+        finished = [event for event in events if isinstance(event, Finished)]
+        assert sorted(event.result["index"] for event in finished) == list(range(20))
+        assert len({event.result["pid"] for event in finished}) == 2
+        (lost,) = [event for event in events if isinstance(event, Lost)]
+        assert (lost.kind, lost.episode_id) == ("defect", attempt(20, "raise").episode.id)
+        assert "a defect" in lost.message
+
+    with_cluster(folder, use)
+
+
+def test_killed_worker_comes_back_as_events_and_is_replaced(folder: Path) -> None:
+    async def use(cluster: Cluster) -> None:
+        for index in range(8):
+            cluster.submit(attempt(index, "sleep 3"))
+        names = await started(folder, 8)
+        victim = int(names[0].name.rsplit("-", 1)[1])
+        here = [name for name in names if name.name.endswith(f"-{victim}")]
+        os.kill(victim, signal.SIGKILL)
+        lost = [await cluster.events.get() for _ in here]
+        assert all(isinstance(event, Lost) and event.kind == "worker_lost" for event in lost)
+        # Dask itself repeats nothing; what the dispatcher re-issues has its own number and runs.
+        cluster.submit(attempt(0, "sleep 0", number=2))
+        rest = [await cluster.events.get() for _ in range(9 - len(here))]
+        assert all(isinstance(event, Finished) for event in rest)
+        assert len(list(folder.glob("started-*"))) == 9
+        while (await cluster.scale(2)).slots != 8:
+            await asyncio.sleep(0.1)
+
+    with_cluster(folder, use)
+
+
+def test_cancel_frees_the_slot(folder: Path) -> None:
+    async def use(cluster: Cluster) -> None:
+        cluster.submit(attempt(0, "sleep 60"))
+        await started(folder, 1)
+        await cluster.cancel(attempt(0, "sleep 60").episode.id, 1)
+        event = await cluster.events.get()
+        assert isinstance(event, Lost)
+        assert event.kind == "cancelled"
+        await cluster.cancel("nobody", 1)
+        cluster.submit(attempt(1, "sleep 0"))
+        assert isinstance(await cluster.events.get(), Finished)
+
+    with_cluster(folder, use, workers=1, slots=1)
+
+
+def test_scale_down_drains_and_up_again(folder: Path) -> None:
+    async def use(cluster: Cluster) -> None:
+        for index in range(4):
+            cluster.submit(attempt(index, "sleep 1.0"))
+        await started(folder, 4)
+        size = await cluster.scale(1)
+        assert (size.workers, size.draining, size.slots) == (1, 1, 2)
+        for index in range(4, 6):
+            cluster.submit(attempt(index, "sleep 0.1"))
+        events = [await cluster.events.get() for _ in range(6)]
+        assert all(isinstance(event, Finished) for event in events), "scale-down killed a running episode"
+        while (size := await cluster.scale(1)).draining:
+            await asyncio.sleep(0.1)
+        assert size.slots == 2
+        late = [event.result["pid"] for event in events if isinstance(event, Finished) and event.result["index"] >= 4]
+        assert len(set(late)) == 1, "a draining worker took new work"
+        while (await cluster.scale(2)).slots != 4:
+            await asyncio.sleep(0.1)
+
+    with_cluster(folder, use, slots=2)
+
+
+def test_drain_is_taken_back_when_demand_returns(folder: Path) -> None:
+    async def use(cluster: Cluster) -> None:
+        for index in range(4):
+            cluster.submit(attempt(index, "sleep 0.8"))
+        await started(folder, 4)
+        assert (await cluster.scale(1)).draining == 1
+        assert (await cluster.scale(2)).slots == 4
+        for index in range(4, 12):
+            cluster.submit(attempt(index, "sleep 0.1"))
+        events = [await cluster.events.get() for _ in range(12)]
+        assert all(isinstance(event, Finished) for event in events)
+        assert len({event.result["pid"] for event in events if isinstance(event, Finished)}) == 2
+
+    with_cluster(folder, use, slots=2)
+
+
+def test_close_stops_what_runs_and_closes_the_runner(folder: Path) -> None:
+    async def use(cluster: Cluster) -> None:
+        cluster.submit(attempt(0, "sleep 60"))
+        await started(folder, 1)
+
+    with_cluster(folder, use, workers=1)
+    assert len(list(folder.glob("closed-*"))) == 1
