@@ -21,7 +21,7 @@ import time
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from farm.errors import SandboxLostError, SandboxStartError, UsageError
 from farm.protocols import ExecResult, Sandbox, SandboxSpec
@@ -35,7 +35,8 @@ _START_S = 30.0  # the most time until the command server answers
 _GRACE_S = 10.0  # how much later than a command's time-out the server may answer
 _FILES_S = 30.0  # for one frame of file content
 _STOP_S = 5.0  # for each of the two steps of the end: by itself, by force
-_FIRST_UID = 0x70000000  # as root, each sandbox runs under a host user of its own from here on
+_OWN_UIDS = range(0x70000000, 0x71000000)  # as root: each sandbox runs as a host user of its own, drawn from these
+_SHARED_UIDS = range(65534, 65535)  # nobody, where this machine is a container with few users
 
 _RLIMITS = {"fsize": 1, "core": 4, "nproc": 6, "nofile": 7, "memlock": 8, "as": 9, "msgqueue": 12}
 _NOFILE = 1024
@@ -74,6 +75,19 @@ def check_host() -> None:
         )
 
 
+def host_uids(uid_map: str | None = None) -> range | None:
+    """The host users that sandboxes may run as when we are root; None when there is no other user than ours.
+
+    ``uid_map`` replaces ``/proc/self/uid_map``.
+    """
+    text = Path("/proc/self/uid_map").read_text() if uid_map is None else uid_map
+    known = [(int(first), int(first) + int(count)) for first, _, count in (line.split() for line in text.splitlines())]
+    for uids in (_OWN_UIDS, _SHARED_UIDS):
+        if any(low <= uids.start and uids.stop <= high for low, high in known):
+            return uids
+    return None
+
+
 class BubblewrapProvider:
     """``cpus``: CPU quota of one sandbox, where the cpu cgroup is writable. One event loop at a time."""
 
@@ -88,8 +102,10 @@ class BubblewrapProvider:
         self._directory = state_directory()
         machine = platform.machine()
         filters = seccomp.program(machine, counted_memory=self._cgroups.counts_memory)
-        self._drop = os.getuid() == 0
-        self._stage = rootfs.make_stage(self._directory, bwrap=find_bwrap(), seccomp=filters, drop=self._drop)
+        self._uids = host_uids() if os.getuid() == 0 else None
+        self._stage = rootfs.make_stage(
+            self._directory, bwrap=find_bwrap(), seccomp=filters, drop=self._uids is not None
+        )
         self._slot = LauncherSlot(self._directory, self._stage.mounts)
 
     @contextlib.asynccontextmanager
@@ -100,7 +116,13 @@ class BubblewrapProvider:
         finally:
             await _uncancelled(sandbox.close())
 
+    @property
+    def launcher_pid(self) -> int | None:
+        """The helper process that starts the sandboxes; None before the first start."""
+        return self._slot.pid
+
     async def sweep(self, *, now_s: float) -> int:
+        """Also those of dead owners, and of other processes of this user."""
         return await asyncio.to_thread(self._sweep, now_s)
 
     def _sweep(self, now_s: float) -> int:
@@ -155,7 +177,7 @@ class BubblewrapProvider:
             "argv": rootfs.bwrap_argv(
                 self._stage, server, image=spec.image, disk_bytes=spec.disk_bytes, workdir=spec.workdir
             ),
-            "uid": _FIRST_UID + secrets.randbelow(1 << 24) if self._drop else None,
+            "uid": secrets.choice(self._uids) if self._uids else None,
             "seccomp": self._stage.seccomp,
             "groups": [asdict(group) for group in groups],
         }
@@ -174,7 +196,7 @@ class BubblewrapSandbox:
         self._usage = usage
         self._cpu_s = 0.0
         self._lock = asyncio.Lock()
-        self._lost: SandboxLostError | None = None
+        self._lost: tuple[str, str] | None = None  # message, kind
 
     @property
     def id(self) -> str:
@@ -196,34 +218,22 @@ class BubblewrapSandbox:
     async def exec(
         self, command: str, *, timeout_s: float, cwd: str | None = None, env: Mapping[str, str] | None = None
     ) -> ExecResult:
+        text = command.encode(errors="surrogateescape")
+        frame = command_server.run_frame(
+            text,
+            timeout_s=timeout_s,
+            output_bytes=self._spec.output_bytes,
+            cwd=cwd or self._spec.workdir,
+            env=env or {},
+        )
+        if b"\0" in text:
+            return _refused("the command holds a null byte")
+        if len(frame) > command_server.MAX_FRAME:
+            return _refused("Argument list too long")
         async with self._lock:
             started = time.perf_counter()
-            text = command.encode(errors="surrogateescape")
-            frame = command_server.run_frame(
-                text,
-                timeout_s=timeout_s,
-                output_bytes=self._spec.output_bytes,
-                cwd=cwd or self._spec.workdir,
-                env=env or {},
-            )
-            if b"\0" in text or len(frame) > command_server.MAX_FRAME:
-                return ExecResult(
-                    exit_code=126,
-                    output="bash: the command holds a null byte\n"
-                    if b"\0" in text
-                    else "bash: Argument list too long\n",
-                    truncated=False,
-                    timed_out=False,
-                    duration_s=0.0,
-                )
-            until = time.monotonic() + timeout_s + _GRACE_S
-            await self._send(frame)
-            output: list[bytes] = []
-            try:
-                end = await self._end(output, until)
-            except asyncio.CancelledError:
-                await _uncancelled(self._interrupt())
-                raise
+            output, last = await self._ask(frame, b"E", timeout_s + _GRACE_S)
+            end = command_server.parse_end(last)
             self._cpu_s = end.cpu_s
             return ExecResult(
                 exit_code=end.exit_code,
@@ -236,26 +246,20 @@ class BubblewrapSandbox:
     async def write_files(self, files: Mapping[str, bytes]) -> None:
         """Raises ``OSError`` when a path can't be written (also: disk full), ``ValueError`` when it isn't absolute."""
         for path in files:
-            if not path.startswith("/") or "\0" in path:
-                raise ValueError(f"{path!r} is not an absolute path")
+            _check_path(path)
         async with self._lock:
             for frame in command_server.write_frames(files):
-                problem = (await self._exchange(frame))[1:]
-                if problem:
-                    raise OSError(problem.decode(errors="replace"))
+                _, last = await self._ask(frame, b"w", _FILES_S)
+                if last != b"w":
+                    raise OSError(last[1:].decode(errors="replace"))
 
     async def read_file(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
-        if not path.startswith("/") or "\0" in path:
-            raise ValueError(f"{path!r} is not an absolute path")
+        _check_path(path)
         async with self._lock:
-            parts: list[bytes] = []
-            frame = await self._exchange(command_server.get_frame(path, max_bytes))
-            while frame[:1] == b"d":
-                parts.append(frame[1:])
-                frame = await self._receive(time.monotonic() + _FILES_S)
-        if frame == b"gmissing":
+            parts, last = await self._ask(command_server.get_frame(path, max_bytes), b"g", _FILES_S)
+        if last == b"gmissing":
             raise FileNotFoundError(path)
-        if frame == b"gbig":
+        if last == b"gbig":
             raise ValueError(f"{path} is longer than {max_bytes} bytes")
         return b"".join(parts)
 
@@ -276,7 +280,7 @@ class BubblewrapSandbox:
                 await self._gone()
         finally:
             self._channel.close()
-            self._lost = self._lost or SandboxLostError("the sandbox is closed", kind="closed")
+            self._lost = self._lost or ("it is closed", "closed")
 
     async def _gone(self) -> bool:
         until = time.monotonic() + _STOP_S
@@ -288,55 +292,71 @@ class BubblewrapSandbox:
         except TimeoutError:
             return False
 
-    async def _exchange(self, frame: bytes) -> bytes:
+    async def _ask(self, frame: bytes, last: bytes, timeout_s: float) -> tuple[list[bytes], bytes]:
+        """Send ``frame``; returns the contents of the answers before the one of kind ``last``, and that frame whole.
+
+        When cancelled, what the frame started is stopped and its answer taken, so that the next one gets its own.
+        """
         await self._send(frame)
+        before: list[bytes] = []
         try:
-            return await self._receive(time.monotonic() + _FILES_S)
+            while True:
+                answer = await self._receive(timeout_s)
+                if answer[:1] == last:
+                    return before, answer
+                before.append(answer[1:])
         except asyncio.CancelledError:
-            await _uncancelled(self._fail("a file transfer was cancelled", kind="cancelled"))
+            await _uncancelled(self._settle(last))
             raise
 
+    async def _settle(self, last: bytes) -> None:
+        with contextlib.suppress(SandboxLostError):
+            await self._send(command_server.stop_frame())
+            while (await self._receive(_GRACE_S))[:1] != last:
+                pass
+
     async def _send(self, frame: bytes) -> None:
-        if self._lost is not None:
-            raise self._lost
+        self._check()
         try:
             await self._channel.send(frame, timeout_s=_FILES_S)
         except (Closed, TimeoutError):
-            raise await self._fail("the command server takes no requests", kind="lost") from None
+            await self._fail("the command server takes no requests", kind="lost")
 
-    async def _receive(self, until: float) -> bytes:
+    async def _receive(self, timeout_s: float) -> bytes:
         try:
-            frame = await self._channel.receive(timeout_s=until - time.monotonic())
+            frame = await self._channel.receive(timeout_s=timeout_s)
         except Closed:
-            raise await self._fail("the sandbox is gone", kind="lost") from None
+            await self._fail("it is gone", kind="lost")
         except TimeoutError:
-            raise await self._fail("the command server does not answer", kind="unresponsive") from None
-        if frame[:2] != b"X{":
-            return frame
-        facts = json.loads(frame[1:])
-        detail = f"the sandbox ended (status {facts['status']}, {facts['oom_kills']} processes killed for memory)"
-        raise await self._fail(detail, kind="oom" if facts["oom_kills"] else "lost")
+            await self._fail("the command server does not answer", kind="unresponsive")
+        if frame[:2] == b"X{":  # the launcher's last words
+            facts = json.loads(frame[1:])
+            kind = "deadline" if facts["overdue"] else "oom" if facts["oom_kills"] else "lost"
+            await self._fail(f"it ended: {facts}", kind=kind)
+        return frame
 
-    async def _end(self, output: list[bytes], until: float) -> command_server.End:
-        room = self._spec.output_bytes
-        while (frame := await self._receive(until))[:1] == b"O":
-            output.append(frame[1 : 1 + room])
-            room -= len(output[-1])
-        return command_server.parse_end(frame)
+    def _check(self) -> None:
+        if self._lost is not None:
+            raise SandboxLostError(f"sandbox {self._id}: {self._lost[0]}", kind=self._lost[1])
 
-    async def _interrupt(self) -> None:
-        """Stop the running command and take its answer, so that the next command gets its own."""
-        with contextlib.suppress(SandboxLostError):
-            await self._send(command_server.stop_frame())
-            await self._end([], time.monotonic() + _GRACE_S)
-
-    async def _fail(self, message: str, *, kind: str) -> SandboxLostError:
-        """Nothing more can be trusted: kill all. Returns the error to raise, now and from now on."""
+    async def _fail(self, message: str, *, kind: str) -> NoReturn:
+        """Nothing more can be trusted: kill all, and say why, now and from now on."""
         if self._lost is None:
-            self._lost = SandboxLostError(f"sandbox {self._id}: {message}", kind=kind)
+            self._lost = (message, kind)
             with contextlib.suppress(LauncherLost, TimeoutError):
                 await self._launcher.kill(self._id, timeout_s=_STOP_S)
-        return self._lost
+        self._check()
+        raise AssertionError("unreachable")
+
+
+def _refused(why: str) -> ExecResult:
+    """The answer to a command that can't be handed to bash at all."""
+    return ExecResult(exit_code=126, output=f"bash: {why}\n", truncated=False, timed_out=False, duration_s=0.0)
+
+
+def _check_path(path: str) -> None:
+    if not path.startswith("/") or "\0" in path:
+        raise ValueError(f"{path!r} is not an absolute path")
 
 
 async def _uncancelled(work: Coroutine[Any, Any, T]) -> T:

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 MAX_FRAME = 128 << 10
+_LONGEST_S = 4_000_000.0  # what the frame can hold, in milliseconds
 _PIECE = 96 << 10  # bytes of file content in one frame
 
 SCRIPT = "/etc/command-server.pl"  # where the sandbox has SERVER
@@ -230,7 +231,7 @@ def server_argv(machine: str, limits: Sequence[tuple[int, int]]) -> list[str]:
 
 def run_frame(command: bytes, *, timeout_s: float, output_bytes: int, cwd: str, env: Mapping[str, str]) -> bytes:
     fields = [command, cwd.encode(), *(text.encode() for item in env.items() for text in item)]
-    return b"X" + struct.pack(">II", max(1, int(timeout_s * 1000)), output_bytes) + _packed(fields)
+    return b"X" + struct.pack(">II", max(1, int(min(timeout_s, _LONGEST_S) * 1000)), output_bytes) + _packed(fields)
 
 
 def stop_frame() -> bytes:

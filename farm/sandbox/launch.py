@@ -77,6 +77,10 @@ class LauncherSlot:
         self._lock = threading.Lock()
         self._client: LauncherClient | None = None
 
+    @property
+    def pid(self) -> int | None:
+        return self._client.pid if self._client is not None else None
+
     def get(self) -> LauncherClient:
         """Raises ``OSError`` when it can't be started."""
         with self._lock:

@@ -35,10 +35,12 @@ _CLEAN_S = 10.0  # the most time spent on clearing away after the owner is gone
 class _Child:
     id: str
     socket: int
+    deadline_at_s: float
     groups: list[str] = field(default_factory=list)
     record: Path | None = None
     pid: int = 0
     handle: int = -1
+    overdue: bool = False
     final: bytes = b""  # what its socket is told at last; set when it has exited
 
 
@@ -61,7 +63,7 @@ class Launcher:
         self._selector.register(owner, selectors.EVENT_READ)
         serving, until = True, 0.0
         while serving or ((self._children or self._dying) and time.monotonic() < until):
-            for key, _ in self._selector.select(0.002 if self._dying else None if serving else 0.1):
+            for key, _ in self._selector.select(self._patience_s(serving)):
                 if isinstance(key.data, _Child):
                     self._exited(key.data)
                 elif serving and (key.fd == owner or not self._serve()):
@@ -70,7 +72,20 @@ class Launcher:
                     self._selector.unregister(owner)
                     for child in self._children.values():
                         signal.pidfd_send_signal(child.handle, signal.SIGKILL)
+            for child in self._children.values():
+                if time.time() >= child.deadline_at_s and not child.overdue:
+                    child.overdue = True
+                    signal.pidfd_send_signal(child.handle, signal.SIGKILL)
             self._dying = [child for child in self._dying if not self._cleared(child)]
+
+    def _patience_s(self, serving: bool) -> float | None:
+        """How long to wait for events: until the next deadline, less while something remains to be cleared away."""
+        if self._dying:
+            return 0.002
+        if not serving:
+            return 0.1
+        deadlines = [child.deadline_at_s for child in self._children.values() if not child.overdue]
+        return min(max(0.0, min(deadlines) - time.time()), 3600.0) if deadlines else None
 
     def _serve(self) -> bool:
         """One request; False at the end of file."""
@@ -85,7 +100,7 @@ class Launcher:
         return True
 
     def _start(self, request: Mapping[str, Any], fd: int) -> None:
-        child = _Child(id=request["id"], socket=fd)
+        child = _Child(id=request["id"], socket=fd, deadline_at_s=request["deadline_at_s"])
         homes: list[str] = []
         try:
             for plan in request["groups"]:
@@ -134,9 +149,9 @@ class Launcher:
     def _exited(self, child: _Child) -> None:
         self._selector.unregister(child.handle)
         os.close(child.handle)
-        _, status, usage = os.wait4(child.pid, 0)
+        _, status = os.waitpid(child.pid, 0)
         del self._children[child.id]
-        facts = {"status": status, "cpu_s": usage.ru_utime + usage.ru_stime, "oom_kills": _oom_kills(child.groups)}
+        facts = {"status": status, "overdue": child.overdue, "oom_kills": _oom_kills(child.groups)}
         child.final = b"X" + json.dumps(facts).encode()
         self._dying.append(child)
 

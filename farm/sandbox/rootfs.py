@@ -3,9 +3,9 @@
 Nothing is downloaded. The few files a root needs beyond the host's own are *staged* once per user below the state
 directory, under a name made from their content, so that processes and versions share them without locks.
 
-Images: ``host`` has bash, coreutils, git, perl and the Python that runs the farm, without the farm's environment;
-``host-pytest`` adds pytest and what it requires at ``/opt/pytest`` (on ``PYTHONPATH``), and nothing else of that
-environment, so that a package under test can't be shadowed by a copy installed on the host.
+Images: ``host`` has bash, coreutils, git, perl and the Python that runs the farm, with its standard library only;
+``host-pytest`` adds pytest and what it requires at ``/opt/pytest`` (on ``PYTHONPATH``). Nothing else that is installed
+on the host can be imported, so that a package under test can't be shadowed by a copy of it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import hashlib
 import importlib.metadata
 import re
 import shutil
+import site
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +32,6 @@ _ENVIRONMENT: Mapping[str, str] = {
     "HOME": HOME,
     "USER": "agent",
     "SHELL": "/bin/bash",
-    "LANG": "C.UTF-8",
     "TERM": "dumb",
     "TZ": "UTC",
 }
@@ -84,6 +84,9 @@ def make_stage(state: Path, *, bwrap: Path, seccomp: bytes, drop: bool) -> Stage
             source.mkdir(exist_ok=True)
             mounts = (str(python), str(source))
         binds.append(Bind(source=str(source), target=str(python)))
+    empty = str(_staged(state, "empty", {}))  # what happens to be installed on a host is not part of an image
+    installed = [path for path in site.getsitepackages([str(python)]) if Path(path).is_dir()]
+    binds += [Bind(source=empty, target=path) for path in installed]
     packages = _closure("pytest")
     pytest = None
     if packages:

@@ -115,14 +115,14 @@ def remove_groups(groups: tuple[str, ...] | list[str]) -> bool:
 
 
 def sweep(directory: Path, *, now_s: float, patience_s: float = 5.0) -> int:
-    """Kill and clear away every sandbox whose owner is dead or whose deadline has passed; returns how many.
+    """Kill and clear away every sandbox that is overdue, or whose owner or itself is dead; returns how many.
 
     Blocks for at most ``patience_s``; what is still dying then is finished by the next sweep.
     """
     doomed = [
         (path, record)
         for path, record in read_records(directory)
-        if record.deadline_at_s <= now_s or not alive(record.owner_process)
+        if record.deadline_at_s <= now_s or not alive(record.owner_process) or not alive(record.process)
     ]
     for _, record in doomed:
         kill(record.process)
