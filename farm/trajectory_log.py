@@ -40,7 +40,7 @@ from farm.errors import UsageError
 from farm.trajectory_codec import decode, encode
 from farm.trajectory_open import SUFFIX, TornFileError, file_name, pack, unpack
 from farm.trajectory_schema import SCHEMA_VERSION
-from farm.trajectory_shard import episode_ids, load_shard, read_batches, read_columns, write_shard
+from farm.trajectory_shard import digest_of, episode_ids, load_shard, read_batches, read_columns, write_shard
 from farm.types import Cursor, Shard, Trajectory
 
 FORMAT = "rollout-farm trajectory log"
@@ -249,6 +249,10 @@ class DirectoryLog:
             raise UsageError(
                 f"{self._open}: the file of episode {episode_id} is torn ({error}); seal the log"
             ) from error
+
+    def verify(self, shard: Shard) -> bool:
+        """Whether a shard's file is, byte for byte, the one that was sealed."""
+        return digest_of(Path(shard.path)) == shard.digest
 
     # -------------------------------------------------------------------------------------------- read
 
