@@ -13,7 +13,10 @@ What can go wrong, and whose fault it is:
 The code under test runs in the same process as the tests, so it can print what it likes. What is done about that: the
 markers of the log carry a random word made for this grading, the tests' exit code is reported under the same word, a
 non-zero one with no failing test is not believed, neither is a test reported in two ways, and every expected test must
-be reported as passed. Code that goes as far as to read the script of its parent process can still forge a log.
+be reported as passed. Tests that are scripts of their own (not pytest, which captures what code prints) can go further:
+where the test patch or the eval script mentions ``FARM_TEST_WORD``, only status lines that end in the value of that
+variable count; the script takes it out of its environment before it loads the code. Code that searches the memory of
+its process or the command line of its parent can still forge a log.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ MAX_PATCH_BYTES = 1 << 20
 
 _TAIL = 2_000
 _TEST_DIFF, _AGENT_DIFF, _EVAL = "/tmp/test.diff", "/tmp/agent.diff", "/tmp/eval.sh"
+_WORD_VARIABLE = "FARM_TEST_WORD"
 _APPLY = "git apply --whitespace=nowarn"
 _MARKER_LINE = r"^([ \t]*(?:echo|:)[ \t]+['\"]?)({})(['\"]?[ \t]*)$"
 _KEEPS_EXIT = r"(?:^(\w+)=\$\?\n)?"  # a script may keep the exit code itself, right before the marker
@@ -67,12 +71,12 @@ class TestGrader:
         except ValueError as error:
             return not_resolved(task, f"the patch is not a git diff: {error}", patch_applied=False)
         kept, left_out = admit(task, parts)
-        word = secrets.token_hex(8)
-        plan = await _plan(task, kept, word)
+        words = _Words(marker=secrets.token_hex(8), status=secrets.token_hex(8))
+        plan = await _plan(task, kept, words.marker)
         await sandbox.write_files(plan.files)
-        result = await sandbox.exec(plan.command, timeout_s=limits.grade_s, cwd="/")
+        result = await sandbox.exec(plan.command, timeout_s=limits.grade_s, cwd="/", env={_WORD_VARIABLE: words.status})
         note = f"left at base: {', '.join(left_out)}\n" if left_out else ""
-        return await _judge(task, result, word, note, sandbox, limits)
+        return await _judge(task, result, words, note, sandbox, limits)
 
 
 def not_resolved(task: Task, why: str, *, patch_applied: bool, exit_code: int = 0) -> Evidence:
@@ -84,6 +88,14 @@ def not_resolved(task: Task, why: str, *, patch_applied: bool, exit_code: int = 
         exit_code=exit_code,
         log_tail=why[-_TAIL:],
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Words:
+    """Random words of one grading: of the markers and the exit code, and of single status lines."""
+
+    marker: str
+    status: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,9 +174,11 @@ def _marked(task: Task, word: str) -> str:
     return script
 
 
-async def _judge(task: Task, result: ExecResult, word: str, note: str, sandbox: Sandbox, limits: Limits) -> Evidence:
+async def _judge(
+    task: Task, result: ExecResult, words: _Words, note: str, sandbox: Sandbox, limits: Limits
+) -> Evidence:
     """The evidence that the log gives. Raises GraderError when it shows a broken machine."""
-    lines = result.output.splitlines()
+    lines, word = result.output.splitlines(), words.marker
     where = f"{task.instance_id}: exit code {result.exit_code}: {result.output[-500:]}"
     if result.truncated and len(result.output) < MAX_LOG_BYTES // 4:  # 4: bytes of a character, at most
         raise GraderError(f"{where}\nthe sandbox keeps too little output", kind="log_cut", retryable=False)
@@ -182,7 +196,11 @@ async def _judge(task: Task, result: ExecResult, word: str, note: str, sandbox: 
     ran = bool(starts and ends and len(exits) == 1 and not result.timed_out)
     exit_code = int(exits[0]) if ran else result.exit_code
     region = lines[starts[0] + 1 : ends[-1]] if ran else lines
-    found = PARSERS[task.log_parser]("\n".join([START_MARKER, *region, END_MARKER]))
+    believable = region
+    if _WORD_VARIABLE in task.test_patch or _WORD_VARIABLE in task.eval_script:
+        ending = f" {words.status}"
+        believable = [line.removesuffix(ending) for line in region if line.endswith(ending)]
+    found = PARSERS[task.log_parser]("\n".join([START_MARKER, *believable, END_MARKER]))
     if not found and exit_code in _NOT_RUNNABLE:
         await _ask_machine(task, result.output, sandbox, limits)
     statuses = {test: found.get(test, "MISSING") for test in (*task.fail_to_pass, *task.pass_to_pass)}
