@@ -1,16 +1,18 @@
 """PURE: which engine may take which episode, by its KV token budget.
 
-Invariant, after any sequence of calls: for every engine, the reservations it holds sum to at most
-``floor(budget * overcommit)`` unless its budget shrank under them (then it takes nothing new until they fit again), and
-no more than ``max_episodes`` are reserved on it; a reservation is only ever made on an engine that is verified;
-releasing gives back exactly what was reserved; and waiting episodes are admitted strictly in the order they came (Rules
-5 and 6).
+Invariant, after any sequence of calls: the reservations on an engine sum to at most ``floor(budget * overcommit)``,
+unless its budget shrank under them (then it takes nothing new until they fit again); a reservation is only ever made on
+an engine that is verified to serve a step the episode accepts; releasing gives back exactly what was reserved; and no
+episode starves: the first in the queue that has to wait keeps one engine to itself until it fits there (Rules 5 and 6).
 
 An episode reserves its whole context cap on one engine for its whole life. That engine is chosen by affinity (attempts
-at the same task share a prompt, so the engine that holds one of the group is preferred), then by least share of its
-budget in use. The queue is first come, first served *across* engines: while the episode at its head fits nowhere,
-nobody behind it is admitted, so a long one can't starve, and since every running episode ends (Rule 7), room for it
-comes.
+at the same task share a prompt, so an engine that holds one of the group is preferred), then by least share of its
+budget in use.
+
+The queue is first come, first served, except that an episode may go ahead where it delays nobody before it: one that
+waits closes the engine it waits for to everybody behind it (reservations there only shrink then, so its turn comes,
+since every episode ends: Rule 7), but not the other engines, and one that no verified engine could hold at all closes
+none. So a long episode neither starves nor blocks the rest of the pool.
 """
 
 from __future__ import annotations
@@ -30,7 +32,6 @@ class EngineCapacity:
     budget_tokens: int
     context_length: int
     step: int | None
-    max_episodes: int | None = None  # None: only tokens count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,9 +75,9 @@ class Admission:
         self._engines: dict[str, EngineCapacity] = {}
         self._held: dict[str, _Held] = {}
         self._reserved: dict[str, int] = {}
-        self._counts: dict[str, int] = {}
         self._groups: dict[tuple[str, str], int] = {}  # (group, url) -> live episodes
         self._queue: OrderedDict[str, Ask] = OrderedDict()
+        self._waits_for: dict[str, str] = {}  # queued episode -> engine it keeps to itself
 
     # ------------------------------------------------------------------------------------- state
 
@@ -143,10 +144,29 @@ class Admission:
         self._queue[ask.key] = ask
         return self._admit()
 
+    def place(self, ask: Ask) -> Grant | None:
+        """Like :meth:`ask`, for callers that keep a queue of their own: None when the episode can't run now, and then
+        it is not queued either (keeping order is the caller's part)."""
+        grants = self.ask(ask)
+        for grant in grants:
+            if grant.key == ask.key:
+                return grant
+        del self._queue[ask.key]
+        self._waits_for.pop(ask.key, None)
+        return None
+
+    def capacity(self, url: str, tokens: int) -> int:
+        """How many episodes of ``tokens`` an engine holds at once, those that run now included; 0 for an unknown
+        one."""
+        if url not in self._engines or not self._could_hold(url, tokens):
+            return 0
+        return self.limit_tokens(url) // tokens
+
     def release(self, key: str) -> list[Grant]:
         """An episode ended, or no longer wants an engine; returns the episodes that can run now. Unknown keys are
         ignored."""
         self._queue.pop(key, None)
+        self._waits_for.pop(key, None)
         if key in self._held:
             self._give_back(key)
         return self._admit()
@@ -161,38 +181,45 @@ class Admission:
 
     def _admit(self) -> list[Grant]:
         grants = []
-        while self._queue:
-            ask = next(iter(self._queue.values()))
-            url = self._choose(ask)
-            if url is None:
+        closed: set[str] = set()
+        for ask in list(self._queue.values()):
+            if len(closed) == len(self._engines):
                 break
-            del self._queue[ask.key]
-            grants.append(self._take(ask, url))
+            able = [url for url in self._engines if self._is_able(ask, url)]
+            fitting = [url for url in able if url not in closed and self._free_tokens(url) >= ask.tokens]
+            if fitting:
+                del self._queue[ask.key]
+                self._waits_for.pop(ask.key, None)
+                grants.append(self._take(ask, min(fitting, key=lambda url: self._preference(ask, url))))
+            elif able and not closed.issuperset(able):
+                closed.add(self._awaited(ask, [url for url in able if url not in closed]))
         return grants
 
-    def _choose(self, ask: Ask) -> str | None:
-        fitting = [url for url in self._engines if self._fits(ask, url)]
-        if not fitting:
-            return None
-        return min(
-            fitting,
-            key=lambda url: ((ask.group, url) not in self._groups, self.reserved_tokens(url) / self.limit_tokens(url)),
-        )
+    def _is_able(self, ask: Ask, url: str) -> bool:
+        """Whether the engine may run the episode, were it empty."""
+        step = self._engines[url].step
+        return step is not None and step >= ask.min_step and self._could_hold(url, ask.tokens)
 
-    def _fits(self, ask: Ask, url: str) -> bool:
-        engine = self._engines[url]
-        if engine.step is None or engine.step < ask.min_step or not self._could_hold(url, ask.tokens):
-            return False
-        if engine.max_episodes is not None and self._counts.get(url, 0) >= engine.max_episodes:
-            return False
-        return self.reserved_tokens(url) + ask.tokens <= self.limit_tokens(url)
+    def _free_tokens(self, url: str) -> int:
+        return self.limit_tokens(url) - self.reserved_tokens(url)
+
+    def _preference(self, ask: Ask, url: str) -> tuple[bool, float]:
+        """Least first."""
+        return (ask.group, url) not in self._groups, self.reserved_tokens(url) / self.limit_tokens(url)
+
+    def _awaited(self, ask: Ask, able: list[str]) -> str:
+        """The engine that a waiting episode keeps to itself: the same as before while it can, else the freest."""
+        url = self._waits_for.get(ask.key)
+        if url not in able:
+            url = max(able, key=self._free_tokens)
+            self._waits_for[ask.key] = url
+        return url
 
     def _take(self, ask: Ask, url: str) -> Grant:
         step = self._engines[url].step
         assert step is not None
         self._held[ask.key] = _Held(url, ask.tokens, ask.group)
         self._reserved[url] = self.reserved_tokens(url) + ask.tokens
-        self._counts[url] = self._counts.get(url, 0) + 1
         at = (ask.group, url)
         self._groups[at] = self._groups.get(at, 0) + 1
         return Grant(key=ask.key, url=url, tokens=ask.tokens, step=step)
@@ -200,7 +227,6 @@ class Admission:
     def _give_back(self, key: str) -> None:
         held = self._held.pop(key)
         self._reserved[held.url] -= held.tokens
-        self._counts[held.url] -= 1
         at = (held.group, held.url)
         self._groups[at] -= 1
         if not self._groups[at]:

@@ -121,7 +121,12 @@ class SGLangEngine:
 
     async def load(self) -> EngineLoad:
         loads = _object(await self._call("GET", "/v1/loads", None, timeout_s=_INFO_S), "/v1/loads")
-        counters = _samples(await self._call("GET", "/metrics", None, timeout_s=_INFO_S))
+        try:
+            counters = _samples(await self._call("GET", "/metrics", None, timeout_s=_INFO_S))
+        except EngineError as error:
+            if error.kind != "status_404":  # a server started without --enable-metrics: its totals stay 0
+                raise
+            counters = {}
         try:
             first = loads["loads"][0]
             return EngineLoad(

@@ -61,7 +61,7 @@ def _decoder(model: Path) -> Callable[[list[int]], str]:
     """Ids to text by the folder's tokenizer.json; the empty string without one."""
     file = model / "tokenizer.json"
     if not file.exists():
-        return lambda ids: ""
+        return lambda _ids: ""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(file))

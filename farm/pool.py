@@ -1,0 +1,349 @@
+"""The pool of engines: keeps each one on the newest policy and hands out those that serve it.
+
+What holds at any time:
+
+* an engine gets new episodes only while its own answer names the policy that is wanted from it, by version and path; an
+  engine that restarted (or was loaded by somebody else) is loaded and verified again first (Rule 5);
+* an engine that the pool paused is resumed whatever happens between: error, time-out, cancellation. If the resume
+itself
+  fails, it is tried again at every visit until it succeeds;
+* policies only go forward: an older or repeated one is ignored, and of several that piled up only the newest is loaded;
+* engines are visited side by side, so one that hangs delays no other.
+
+:func:`next_move` and :mod:`farm.admission` decide, purely; the rest of this file carries out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os.path
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from farm.admission import Admission, Ask, EngineCapacity, Grant
+from farm.errors import EngineError
+from farm.protocols import Engine, EngineInfo, EngineLoad
+from farm.types import PolicyVersion, version_step
+
+_FAILURES_UNTIL_DOWN = 2
+_MAX_DOUBLINGS = 4
+_RESUME_S = 30.0
+
+_log = logging.getLogger(__name__)
+
+
+class Health(StrEnum):
+    """NEW: not seen yet. UP: serves a verified policy. UPDATING: paused, being loaded. DOWN: silent, broken or
+    unverified."""
+
+    NEW = "new"
+    UP = "up"
+    UPDATING = "updating"
+    DOWN = "down"
+
+
+class Move(StrEnum):
+    """What to do with an engine that has answered."""
+
+    SERVE = "serve"
+    UPDATE = "update"
+    REFUSE = "refuse"  # it serves no policy, and none is there to load
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineState:
+    """What the pool knows of one engine. ``step`` is the verified policy; None: no traffic. ``error`` says why it is
+    down."""
+
+    url: str
+    health: Health = Health.NEW
+    step: int | None = None
+    info: EngineInfo | None = None
+    load: EngineLoad | None = None
+    failures: int = 0
+    seen_at_s: float | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolEvent:
+    """``kind``: ``live`` (``step`` serves on ``url`` from ``at_s`` on; ``seconds`` since its publication), ``up``,
+    ``down``."""
+
+    kind: str
+    url: str
+    at_s: float
+    step: int | None = None
+    seconds: float = 0.0
+    detail: str = ""
+
+
+def serves(info: EngineInfo, wanted: PolicyVersion) -> bool:
+    """Whether the engine's own answer is the wanted policy: its name and the folder that it was loaded from."""
+    return info.version == wanted.name and os.path.normpath(info.model_path) == os.path.normpath(wanted.path)
+
+
+def next_move(info: EngineInfo, wanted: PolicyVersion | None) -> Move:
+    """Decide from what the engine says of itself. With nothing wanted, an engine serves what it claims, if that is a
+    policy."""
+    if wanted is None:
+        return Move.SERVE if version_step(info.version) is not None else Move.REFUSE
+    return Move.SERVE if serves(info, wanted) else Move.UPDATE
+
+
+class EnginePool:
+    """Use from one event loop. :meth:`supervise` must run for anything to be served.
+
+    ``poll_s`` is the time between two looks at an engine; a new policy is acted on at once. ``overcommit``: see
+    :class:`farm.admission.Admission`.
+    """
+
+    def __init__(
+        self,
+        *,
+        overcommit: float = 1.0,
+        poll_s: float = 1.0,
+        on_event: Callable[[PoolEvent], None] | None = None,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._admission = Admission(overcommit=overcommit)
+        self._poll_s = poll_s
+        self._on_event = on_event
+        self._now = now
+        self._engines: dict[str, Engine] = {}
+        self._states: dict[str, EngineState] = {}
+        self._paused: set[str] = set()
+        self._wanted: PolicyVersion | None = None
+        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._wakes: dict[str, asyncio.Event] = {}
+        self._membership = asyncio.Event()
+        self._asks: dict[str, asyncio.Future[Grant]] = {}
+
+    # ------------------------------------------------------------------------------------- who is in it
+
+    def add(self, engine: Engine) -> None:
+        """Take an engine in. It gets traffic once it is verified. The pool does not close it before it is removed."""
+        if engine.url in self._engines:
+            raise ValueError(f"{engine.url} is in the pool already")
+        self._engines[engine.url] = engine
+        self._states[engine.url] = EngineState(url=engine.url)
+        self._wakes[engine.url] = asyncio.Event()
+        self._membership.set()
+
+    async def remove(self, url: str) -> list[str]:
+        """Let an engine go; returns the keys of the episodes whose reservations were on it."""
+        engine = self._engines.pop(url)
+        del self._states[url], self._wakes[url]
+        lost = self._admission.remove_engine(url)
+        keeper = self._keepers.pop(url, None)
+        if keeper is not None:
+            keeper.cancel()
+            await asyncio.wait({keeper})
+        self._paused.discard(url)
+        await engine.close()
+        return lost
+
+    async def close(self) -> None:
+        """Let all engines go; end :meth:`supervise` first."""
+        for url in list(self._engines):
+            await self.remove(url)
+
+    def states(self) -> tuple[EngineState, ...]:
+        """One state per engine, in the order they were added."""
+        return tuple(self._states.values())
+
+    # ------------------------------------------------------------------------------------- policies
+
+    @property
+    def wanted(self) -> PolicyVersion | None:
+        """The newest policy that was asked for."""
+        return self._wanted
+
+    def want(self, version: PolicyVersion) -> None:
+        """Move every engine to ``version``. Ignored when it is not newer than what is wanted already."""
+        if self._wanted is not None and version.step <= self._wanted.step:
+            return
+        self._wanted = version
+        for wake in self._wakes.values():
+            wake.set()
+
+    # ------------------------------------------------------------------------------------- episodes
+
+    def place(self, ask: Ask) -> Grant | None:
+        """Reserve an engine now, or None. Raises UsageError for an episode that no engine could ever hold."""
+        return self._admission.place(ask)
+
+    async def acquire(self, ask: Ask, *, timeout_s: float) -> Grant:
+        """Wait, first come first served, for an engine. Raises EngineError (``no_engine``) after ``timeout_s``, and
+        UsageError for an episode that no engine could ever hold."""
+        future: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
+        self._asks[ask.key] = future
+        try:
+            self._granted(self._admission.ask(ask))
+            async with asyncio.timeout(timeout_s):
+                return await future
+        except TimeoutError as error:
+            self.release(ask.key)
+            raise EngineError(f"no engine had room for {ask.key} within {timeout_s:g} s", kind="no_engine") from error
+        except asyncio.CancelledError:
+            self.release(ask.key)
+            raise
+        finally:
+            del self._asks[ask.key]
+
+    def release(self, key: str) -> None:
+        """The episode has ended. Unknown keys are ignored."""
+        self._granted(self._admission.release(key))
+
+    def capacity(self, tokens: int) -> int:
+        """How many episodes of ``tokens`` the engines that are up (or being updated) hold at once, running ones
+        included."""
+        alive = (url for url, state in self._states.items() if state.health in (Health.UP, Health.UPDATING))
+        return sum(self._admission.capacity(url, tokens) for url in alive)
+
+    def reserved_tokens(self, url: str) -> int:
+        """KV tokens reserved on an engine."""
+        return self._admission.reserved_tokens(url)
+
+    def _granted(self, grants: list[Grant]) -> None:
+        for grant in grants:
+            future = self._asks.get(grant.key)
+            if future is not None and not future.done():
+                future.set_result(grant)
+
+    # ------------------------------------------------------------------------------------- supervision
+
+    async def supervise(self) -> None:
+        """For ever: visit every engine. Ends only by cancellation, or by an error that is a defect."""
+        try:
+            while True:
+                for url, engine in self._engines.items():
+                    if url not in self._keepers:
+                        self._keepers[url] = asyncio.create_task(self._keep(engine), name=f"keep {url}")
+                self._membership.clear()
+                changed = asyncio.create_task(self._membership.wait())
+                try:
+                    await asyncio.wait({changed, *self._keepers.values()}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    changed.cancel()
+                for keeper in self._keepers.values():
+                    if keeper.done() and not keeper.cancelled():
+                        keeper.result()
+        finally:
+            keepers = list(self._keepers.values())
+            self._keepers.clear()
+            for keeper in keepers:
+                keeper.cancel()
+            if keepers:
+                await asyncio.wait(keepers)
+
+    async def _keep(self, engine: Engine) -> None:
+        wake = self._wakes[engine.url]
+        while True:
+            wake.clear()
+            await self._visit(engine, self._wanted)
+            failures = self._states[engine.url].failures
+            try:
+                # An engine that fails is visited ever less often: each try to load it pauses it.
+                async with asyncio.timeout(self._poll_s * 2 ** min(failures, _MAX_DOUBLINGS)):
+                    await wake.wait()
+            except TimeoutError:
+                continue
+
+    async def _visit(self, engine: Engine, wanted: PolicyVersion | None) -> None:
+        try:
+            if engine.url in self._paused:
+                await self._resume(engine)
+            info = await engine.info()
+            match next_move(info, wanted):
+                case Move.UPDATE:
+                    assert wanted is not None
+                    info = await self._update(engine, wanted)
+                case Move.SERVE:
+                    await self._prove_alive(engine)
+                case Move.REFUSE:
+                    message = f"{engine.url} serves {info.version!r}, and no policy is published to load"
+                    raise EngineError(message, kind="unverified_weights")
+            load = await engine.load()
+        except EngineError as error:
+            self._failed(engine.url, error)
+        else:
+            self._serving(engine.url, info, load)
+
+    async def _prove_alive(self, engine: Engine) -> None:
+        """An engine that answers but does not generate may have been left paused, by a farm that was killed in an
+        update."""
+        if await engine.healthy():
+            return
+        await engine.resume()
+        if not await engine.healthy():
+            raise EngineError(f"{engine.url} answers but does not generate", kind="unhealthy")
+
+    async def _update(self, engine: Engine, wanted: PolicyVersion) -> EngineInfo:
+        """Pause, load, verify, resume. Running requests wait and go on; no new episode comes meanwhile."""
+        url = engine.url
+        self._admission.unverify(url)
+        self._set(url, health=Health.UPDATING, step=None)
+        self._paused.add(url)
+        try:
+            await engine.pause()
+            await engine.load_weights(wanted.path, step=wanted.step)
+            info = await engine.info()
+            if not serves(info, wanted):
+                raise EngineError(
+                    f"{url} answers {info.version!r} from {info.model_path} after loading {wanted.name}",
+                    kind="unverified_weights",
+                )
+        finally:
+            await self._resume(engine)
+        at_s = self._now()
+        self._emit(PoolEvent(kind="live", url=url, at_s=at_s, step=wanted.step, seconds=at_s - wanted.published_at_s))
+        return info
+
+    async def _resume(self, engine: Engine) -> None:
+        """Resume, and see it through even when this task is cancelled meanwhile."""
+        resuming = asyncio.create_task(engine.resume())
+        try:
+            await asyncio.shield(resuming)
+        except asyncio.CancelledError:
+            await asyncio.wait({resuming}, timeout=_RESUME_S)
+            raise
+        finally:
+            if resuming.done() and not resuming.cancelled() and resuming.exception() is None:
+                self._paused.discard(engine.url)
+
+    def _serving(self, url: str, info: EngineInfo, load: EngineLoad) -> None:
+        state = self._states.get(url)
+        if state is None:
+            return  # removed meanwhile
+        step = version_step(info.version)
+        if state.health in (Health.NEW, Health.DOWN):
+            self._emit(PoolEvent(kind="up", url=url, at_s=self._now(), step=step))
+        self._set(url, health=Health.UP, step=step, info=info, load=load, failures=0, seen_at_s=self._now(), error="")
+        capacity = EngineCapacity(budget_tokens=info.max_total_tokens, context_length=info.context_length, step=step)
+        self._granted(self._admission.set_engine(url, capacity))
+
+    def _failed(self, url: str, error: EngineError) -> None:
+        state = self._states.get(url)
+        if state is None:
+            return
+        failures = state.failures + 1
+        if state.step is not None and failures < _FAILURES_UNTIL_DOWN:
+            self._set(url, failures=failures, error=str(error))
+            return
+        self._admission.unverify(url)
+        self._set(url, health=Health.DOWN, step=None, failures=failures, error=str(error))
+        if state.health is not Health.DOWN:
+            _log.warning("engine %s is down: %s", url, error)
+            self._emit(PoolEvent(kind="down", url=url, at_s=self._now(), detail=str(error)))
+
+    def _set(self, url: str, **changes: object) -> None:
+        if url in self._states:
+            self._states[url] = replace(self._states[url], **changes)  # type: ignore[arg-type]
+
+    def _emit(self, event: PoolEvent) -> None:
+        if self._on_event is not None:
+            self._on_event(event)
