@@ -20,6 +20,7 @@ R = TypeVar("R")
 
 _PLAIN_LINE_S = 10.0
 _TOP_S = 1.0
+_SECOND_SIGNAL_S = 0.5  # two signals at once would be one
 _DOWN_WAIT_S = 600.0
 
 
@@ -54,15 +55,26 @@ def main() -> None:
               help="Run folder; one that exists goes on.")  # fmt: skip
 @click.option("--config", "config_path", type=click.Path(path_type=Path), help="TOML file.")
 @click.option("--tasks", metavar="SPEC", help="micro:SPLIT, pypi[:PACKAGE] or swebench:PATH. Default: micro:rl.")
+@click.option("--policy", type=click.Path(path_type=Path), help="Published as step 0. Default: the shipped one.")
 @click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one value; repeatable.")
 @one_line_errors
-def up(workers: str | None, run_path: Path, config_path: Path | None, tasks: str | None, sets: tuple[str, ...]) -> None:
+def up(
+    workers: str | None,
+    run_path: Path,
+    config_path: Path | None,
+    tasks: str | None,
+    policy: Path | None,
+    sets: tuple[str, ...],
+) -> None:
     """Keep a farm up: engines, workers and sandboxes that turn tasks into trajectories until Ctrl-C (which drains).
 
     Start a trainer on the same run folder to learn from them."""
-    config = _config(
-        run_path, config_path, sets, {"cluster": {"workers": workers}, "rollout": {"tasks": tasks}}, resume=True
-    )
+    overrides: dict[str, dict[str, Any]] = {
+        "cluster": {"workers": workers},
+        "policy": {"base": _absolute(policy)},
+        "rollout": {"tasks": tasks},
+    }
+    config = _config(run_path, config_path, sets, overrides, resume=True)
     _run(run_path, config, show_results=config.rollout.purpose == "eval")
 
 
@@ -89,10 +101,10 @@ def rollout(
     sets: tuple[str, ...],
 ) -> None:
     """Run every task a fixed number of times and print what came out."""
-    overrides = {
+    overrides: dict[str, dict[str, Any]] = {
         "cluster": {"workers": workers},
         "agent": {"name": agent},
-        "policy": {"base": None if policy is None else str(policy.absolute())},
+        "policy": {"base": _absolute(policy)},
         "rollout": {
             "tasks": tasks,
             "limit": limit,
@@ -162,7 +174,7 @@ def down(run_path: Path, now: bool) -> None:
         return
     process.send(signal.SIGTERM)
     if now:
-        time.sleep(0.5)  # two signals at once would be one
+        time.sleep(_SECOND_SIGNAL_S)
         process.send(signal.SIGTERM)
     give_up_at = time.monotonic() + _DOWN_WAIT_S
     while process.alive:
@@ -192,6 +204,19 @@ def doctor() -> None:
         shown.add_row(check.name, f"[{style}]{check.status}[/]" if style else check.status, check.detail, check.advice)
     Console().print(shown)
     sys.exit(1 if any(check.status == "missing" for check in found) else 0)
+
+
+@main.command()
+@click.argument("run_path", metavar="RUN", type=click.Path(path_type=Path))
+@click.argument("episode")
+@one_line_errors
+def replay(run_path: Path, episode: str) -> None:
+    """Show one landed EPISODE of RUN turn by turn (the first characters of its id are enough)."""
+    from rich.console import Console
+
+    from farm.replay import render
+
+    Console().print(render(run_path, episode))
 
 
 def _config(
@@ -295,6 +320,10 @@ def _status(run_path: Path) -> tuple[RunFolder, dict[str, Any]]:
     if record["state"] in {"starting", "running", "draining", "stopping"} and farm_process(record) is None:
         record["state"] = "dead"
     return run, record
+
+
+def _absolute(path: Path | None) -> str | None:
+    return None if path is None else str(path.absolute())
 
 
 def _new_run() -> Path:

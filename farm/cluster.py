@@ -17,6 +17,7 @@ import logging
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 import dask
@@ -252,9 +253,10 @@ class FarmPlugin(SchedulerPlugin):
 class DaskCluster:
     """:class:`Cluster` on Dask. Use :func:`start_cluster`."""
 
-    def __init__(self, client: Client, local: LocalCluster | None) -> None:
+    def __init__(self, client: Client, local: LocalCluster | None, scratch: TemporaryDirectory[str] | None) -> None:
         self._client = client
         self._local = local
+        self._scratch = scratch
         self._events: asyncio.Queue[ClusterEvent] = asyncio.Queue()
         self._followers: dict[str, asyncio.Task[None]] = {}
         self._fetching: dict[str, Future] = {}
@@ -346,6 +348,8 @@ class DaskCluster:
             await asyncio.wait_for(self._client.close(), timeout=_CLOSE_S)
         if self._local is not None:
             await asyncio.wait_for(self._local.close(), timeout=_CLOSE_S)
+        if self._scratch is not None:
+            self._scratch.cleanup()
 
 
 def attempt_key(episode_id: str, number: int) -> str:
@@ -360,6 +364,7 @@ async def start_cluster(config: ClusterConfig, *, workers: int, runner: str, opt
     logging.getLogger("distributed").setLevel(logging.ERROR)
     if config.address:
         return await _join(config, runner=runner, options=options)
+    scratch = TemporaryDirectory(prefix="rollout-farm-dask-", ignore_cleanup_errors=True)
     local = await LocalCluster(
         n_workers=workers,
         threads_per_worker=config.slots,
@@ -368,6 +373,7 @@ async def start_cluster(config: ClusterConfig, *, workers: int, runner: str, opt
         scheduler_port=config.port,
         dashboard_address="127.0.0.1:0",
         memory_limit=0,
+        local_directory=scratch.name,
         asynchronous=True,
         silence_logs=logging.ERROR,
     )
@@ -377,8 +383,9 @@ async def start_cluster(config: ClusterConfig, *, workers: int, runner: str, opt
         await asyncio.wait_for(client.wait_for_workers(workers), timeout=60.0)
     except BaseException:
         await local.close()
+        scratch.cleanup()
         raise
-    return DaskCluster(client, local)
+    return DaskCluster(client, local, scratch)
 
 
 async def _join(config: ClusterConfig, *, runner: str, options: Mapping[str, Any]) -> Cluster:
@@ -403,7 +410,7 @@ async def _join(config: ClusterConfig, *, runner: str, options: Mapping[str, Any
     except TimeoutError:
         await client.close()
         raise FarmError(f"{config.address}: no worker joined the scheduler within 60 s", kind="no_workers") from None
-    return DaskCluster(client, None)
+    return DaskCluster(client, None, None)
 
 
 async def _install(client: Client, *, runner: str, options: Mapping[str, Any]) -> None:

@@ -129,7 +129,8 @@ class EndlessPlan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DispatchPolicy:
     """``retries``: how many failures at a boundary an episode survives. ``lost_limit``: the same for attempts that were
-    lost with their worker or lease. ``lease_s`` must be longer than the episode's own wall limit.
+    lost with their worker or lease. ``lease_s`` must be longer than the episode's own wall limit. ``place_delay_s``:
+    how long an attempt waits that could not be placed.
     ``groups_per_step`` None: nobody consumes, so no staleness bound (evaluation)."""
 
     retries: Mapping[Boundary, int]
@@ -137,6 +138,7 @@ class DispatchPolicy:
     lease_s: float
     retry_delay_s: float = 0.5
     retry_delay_max_s: float = 15.0
+    place_delay_s: float = 0.1
     max_staleness: int = 0
     groups_per_step: int | None = None
 
@@ -377,13 +379,6 @@ class Dispatcher:
             lost=self._tally["lost"],
         )
 
-    def next_deadline_s(self) -> float | None:
-        """When a ``Tick`` can next change something."""
-        times = [flight.deadline_s for flight in self._flights.values()]
-        if self._delayed:
-            times.append(self._delayed[0][0])
-        return min(times, default=None)
-
     # -- events ---------------------------------------------------------------------------------------
 
     def handle(self, event: DispatchEvent, *, now_s: float) -> list[Command]:
@@ -444,7 +439,7 @@ class Dispatcher:
         live = self._live.get(event.episode_id)
         if live is not None and live.leased == event.attempt:
             live.leased = None
-            self._delay(live, now_s + self._policy.retry_delay_s)
+            self._delay(live, now_s + self._policy.place_delay_s)
 
     def _expire(self, now_s: float, commands: list[Command]) -> None:
         for (episode_id, number), flight in list(self._flights.items()):

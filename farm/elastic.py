@@ -5,7 +5,7 @@ Invariants (property tests):
 * The worker target is always within [minimum, maximum], rises at once with demand, and falls only after demand has
   stayed lower for ``settle_s``. It says how many workers are *wanted*: the cluster drains the others, so scale-down
   never kills a running episode (Rule 8).
-* The in-flight target is always within [1, slots] while there are slots. It grows only while no engine queues and KV
+* While there are slots, the in-flight target is within [1, slots]. It grows only while no engine queues and KV
   use is below ``kv_grow_below``, and shrinks on every retraction: more episodes than the KV cache holds make each of
   them slower, not the farm faster (Rule 6).
 """
@@ -77,9 +77,13 @@ class FlightState:
 def next_flights(
     state: FlightState, view: EngineView | None, *, slots: int, rules: FlightRules, now_s: float
 ) -> FlightState:
-    """The in-flight target after one observation. ``view`` None: no engine is involved, so slots are the only limit."""
-    if view is None or slots <= 0:
-        return FlightState(target=max(0, slots), retracted_total=state.retracted_total)
+    """The in-flight target after one observation. ``view`` None: no engine is involved, so slots are the only limit.
+
+    ``slots`` 0 (no engine serves yet, no worker is up) says nothing about the engines: the state stays as it is."""
+    if slots <= 0:
+        return state
+    if view is None:
+        return FlightState(target=slots, retracted_total=state.retracted_total)
     target = min(max(state.target, 1), slots)
     if view.retracted_total > state.retracted_total:
         cut = max(1, math.floor(target * rules.cut))

@@ -26,7 +26,7 @@ from farm.types import Task
 ENGINELESS_AGENTS = frozenset({"oracle", "null"})
 
 # What an empty policy.base stands for.
-SHIPPED_POLICY = Path(__file__).parents[1] / "datasets" / "micro" / "policy"
+SHIPPED_POLICY = Path(__file__).parents[1] / "datasets" / "micro" / "base-policy"
 
 _PROBE_S = 5.0
 

@@ -50,7 +50,7 @@ from farm.types import Attempt, Boundary, Dropped, Failed, FailedAttempt, Policy
 from farm.worker import Receipt, Returned, bare_trajectory
 
 _TICK_S = 0.25
-_SCALE_S = 1.0
+_SCALE_S = 0.5
 _SEAL_CHECK_S = 0.2
 _STATUS_S = 1.0
 _SWEEP_S = 60.0

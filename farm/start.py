@@ -19,7 +19,9 @@ from typing import Any
 from farm.config import FarmConfig, to_json
 from farm.dispatch import EndlessPlan, FinitePlan, Plan, PlanSpec
 from farm.durable import FolderLock
+from farm.errors import UsageError
 from farm.farm_state import ProcessId, end_processes, read_status, write_status
+from farm.fleet import Fleet, start_fleet
 from farm.policy_log import PolicyLog
 from farm.preflight import Prepared
 from farm.run_folder import RunFolder
@@ -30,6 +32,9 @@ from farm.types import PolicyVersion
 from farm.worker import WorkerOptions
 
 RUNNER = "farm.worker:make_worker"
+
+_PUBLISH_TRIES = 20
+_PUBLISH_DELAY_S = 0.25
 
 _log = logging.getLogger(__name__)
 
@@ -65,17 +70,24 @@ def clean_up_after(run: RunFolder) -> None:
 
 
 def publish_base(policies: PolicyLog, base: Path) -> PolicyVersion:
-    """The newest version; ``base`` becomes step 0 when there is none."""
-    latest = policies.latest()
-    if latest is not None:
-        return latest
+    """The newest version; ``base`` becomes step 0 when there is none. A trainer may be publishing the same at once."""
 
     def copy(target: Path) -> None:
         for file in sorted(base.iterdir()):
             if file.is_file() and file.name != "policy.json":
                 shutil.copyfile(file, target / file.name)
 
-    return policies.publish(0, copy, consumed_groups=0)
+    for tries_left in reversed(range(_PUBLISH_TRIES)):
+        latest = policies.latest()
+        if latest is not None:
+            return latest
+        try:
+            return policies.publish(0, copy, consumed_groups=0)
+        except UsageError:  # somebody else holds the publisher's lock
+            if not tries_left:
+                raise
+            time.sleep(_PUBLISH_DELAY_S)
+    raise AssertionError("unreachable")
 
 
 @contextlib.asynccontextmanager
@@ -135,8 +147,7 @@ async def running_farm(
 
 async def _start_fleet(
     stack: contextlib.AsyncExitStack, run: RunFolder, config: FarmConfig, version: PolicyVersion
-) -> Engines:
-    from farm.fleet import start_fleet
+) -> Fleet:
 
     fleet = await start_fleet(config.engine, version=version, logs=run.logs)
     stack.push_async_callback(fleet.close)
