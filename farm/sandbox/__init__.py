@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from farm.errors import UsageError
-from farm.protocols import SandboxProvider
+if TYPE_CHECKING:  # the launcher, which must start fast, imports this package too
+    from farm.protocols import SandboxProvider
 
 PROVIDERS: Mapping[str, str] = {
     "bubblewrap": "farm.sandbox.bubblewrap:BubblewrapProvider",
@@ -17,6 +17,8 @@ PROVIDERS: Mapping[str, str] = {
 
 def make_provider(name: str, **options: Any) -> SandboxProvider:
     """The provider called ``name``. Raises ``UsageError`` for an unknown name or option, or where it can't work."""
+    from farm.errors import UsageError
+
     if name not in PROVIDERS:
         raise UsageError(f"sandbox {name!r} is unknown; choose one of: {', '.join(sorted(PROVIDERS))}")
     module, _, attribute = PROVIDERS[name].partition(":")

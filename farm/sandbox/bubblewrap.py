@@ -28,8 +28,17 @@ from farm.protocols import ExecResult, Sandbox, SandboxSpec
 from farm.sandbox import command_server, rootfs, seccomp
 from farm.sandbox.cgroup import Cgroups, cpu_usage_file, find_cgroups, plan, read_cpu_s
 from farm.sandbox.channel import Channel, Closed
-from farm.sandbox.launch import LauncherClient, LauncherLost, LauncherSlot
-from farm.sandbox.state import GROUP_PREFIX, orphaned_groups, remove_groups, state_directory, sweep
+from farm.sandbox.launch import LauncherLost, LauncherSlot
+from farm.sandbox.state import (
+    GROUP_PREFIX,
+    kill,
+    orphaned_groups,
+    read_record,
+    record_path,
+    remove_groups,
+    state_directory,
+    sweep,
+)
 
 _START_S = 30.0  # the most time until the command server answers
 _GRACE_S = 10.0  # how much later than a command's time-out the server may answer
@@ -121,6 +130,10 @@ class BubblewrapProvider:
         """The helper process that starts the sandboxes; None before the first start."""
         return self._slot.pid
 
+    def close(self) -> None:
+        """End the launcher and what still runs. Optional: it also ends with the provider, and with the process."""
+        self._slot.close()
+
     async def sweep(self, *, now_s: float) -> int:
         """Also those of dead owners, and of other processes of this user."""
         return await asyncio.to_thread(self._sweep, now_s)
@@ -138,16 +151,15 @@ class BubblewrapProvider:
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its:
             try:
-                launcher = self._slot.get()
-                await launcher.start(self._request(sandbox_id, spec), its, timeout_s=_START_S)
+                launcher_pid = await self._slot.start(self._request(sandbox_id, spec), its, timeout_s=_START_S)
             except (OSError, LauncherLost) as error:
                 mine.close()
                 raise SandboxStartError(f"the launcher does not answer: {error}", kind="launcher") from error
             except BaseException:
                 mine.close()
                 raise
-        usage = cpu_usage_file(self._cgroups, f"{GROUP_PREFIX}-{launcher.pid}-{sandbox_id}")
-        sandbox = BubblewrapSandbox(sandbox_id, spec, Channel(mine), launcher, usage)
+        usage = cpu_usage_file(self._cgroups, f"{GROUP_PREFIX}-{launcher_pid}-{sandbox_id}")
+        sandbox = BubblewrapSandbox(sandbox_id, spec, Channel(mine), record_path(self._directory, sandbox_id), usage)
         try:
             await sandbox.ready()
         except BaseException:
@@ -186,13 +198,11 @@ class BubblewrapProvider:
 class BubblewrapSandbox:
     """A running sandbox; made by :class:`BubblewrapProvider` only."""
 
-    def __init__(
-        self, sandbox_id: str, spec: SandboxSpec, channel: Channel, launcher: LauncherClient, usage: Path | None
-    ) -> None:
+    def __init__(self, sandbox_id: str, spec: SandboxSpec, channel: Channel, record: Path, usage: Path | None) -> None:
         self._id = sandbox_id
         self._spec = spec
         self._channel = channel
-        self._launcher = launcher
+        self._record = record
         self._usage = usage
         self._cpu_s = 0.0
         self._lock = asyncio.Lock()
@@ -275,8 +285,7 @@ class BubblewrapSandbox:
             await self.cpu_s()
             self._channel.shut()
             if not await self._gone():
-                with contextlib.suppress(LauncherLost, TimeoutError):
-                    await self._launcher.kill(self._id, timeout_s=_STOP_S)
+                self._kill()
                 await self._gone()
         finally:
             self._channel.close()
@@ -320,31 +329,35 @@ class BubblewrapSandbox:
         try:
             await self._channel.send(frame, timeout_s=_FILES_S)
         except (Closed, TimeoutError):
-            await self._fail("the command server takes no requests", kind="lost")
+            self._fail("the command server takes no requests", kind="lost")
 
     async def _receive(self, timeout_s: float) -> bytes:
         try:
             frame = await self._channel.receive(timeout_s=timeout_s)
         except Closed:
-            await self._fail("it is gone", kind="lost")
+            self._fail("it is gone", kind="lost")
         except TimeoutError:
-            await self._fail("the command server does not answer", kind="unresponsive")
+            self._fail("the command server does not answer", kind="unresponsive")
         if frame[:2] == b"X{":  # the launcher's last words
             facts = json.loads(frame[1:])
             kind = "deadline" if facts["overdue"] else "oom" if facts["oom_kills"] else "lost"
-            await self._fail(f"it ended: {facts}", kind=kind)
+            self._fail(f"it ended: {facts}", kind=kind)
         return frame
 
     def _check(self) -> None:
         if self._lost is not None:
             raise SandboxLostError(f"sandbox {self._id}: {self._lost[0]}", kind=self._lost[1])
 
-    async def _fail(self, message: str, *, kind: str) -> NoReturn:
+    def _kill(self) -> None:
+        record = read_record(self._record)
+        if record is not None:
+            kill(record.process)
+
+    def _fail(self, message: str, *, kind: str) -> NoReturn:
         """Nothing more can be trusted: kill all, and say why, now and from now on."""
         if self._lost is None:
             self._lost = (message, kind)
-            with contextlib.suppress(LauncherLost, TimeoutError):
-                await self._launcher.kill(self._id, timeout_s=_STOP_S)
+            self._kill()
         self._check()
         raise AssertionError("unreachable")
 

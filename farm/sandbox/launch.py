@@ -23,11 +23,11 @@ _CODE = "import sys; sys.path.append({root!r}); from farm.sandbox.launcher impor
 
 
 class LauncherLost(Exception):
-    """The launcher died (and every sandbox with it)."""
+    """The launcher has ended: it was idle, or it died (and every sandbox with it)."""
 
 
 class LauncherClient:
-    """A running launcher. It ends when this object is collected or the process exits, however that comes about."""
+    """A running launcher. It ends when it is idle, when this object is collected, and when the process ends."""
 
     def __init__(self, directory: Path, mounts: Sequence[str]) -> None:
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -47,17 +47,11 @@ class LauncherClient:
 
     async def start(self, request: Mapping[str, Any], end: socket.socket, *, timeout_s: float) -> None:
         """Ask for a sandbox that talks on ``end``. Raises ``LauncherLost`` or ``TimeoutError``."""
-        await self._send({"op": "start", **request}, [end.fileno()], timeout_s)
-
-    async def kill(self, sandbox_id: str, *, timeout_s: float) -> None:
-        await self._send({"op": "kill", "id": sandbox_id}, [], timeout_s)
-
-    async def _send(self, request: Mapping[str, Any], fds: list[int], timeout_s: float) -> None:
         data = json.dumps(request).encode()
         until = time.monotonic() + timeout_s
         while True:
             try:
-                socket.send_fds(self._socket, [data], fds)
+                socket.send_fds(self._socket, [data], [end.fileno()])
                 return
             except BlockingIOError:
                 if time.monotonic() > until:
@@ -81,12 +75,26 @@ class LauncherSlot:
     def pid(self) -> int | None:
         return self._client.pid if self._client is not None else None
 
-    def get(self) -> LauncherClient:
-        """Raises ``OSError`` when it can't be started."""
+    async def start(self, request: Mapping[str, Any], end: socket.socket, *, timeout_s: float) -> int:
+        """Ask for a sandbox that talks on ``end``; returns its launcher's pid. Raises ``LauncherLost``, ``OSError``."""
+        try:
+            return await self._start(request, end, timeout_s)
+        except LauncherLost:  # it ended for lack of work
+            return await self._start(request, end, timeout_s)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._client is not None:
+                self._client.stop()
+                self._client = None
+
+    async def _start(self, request: Mapping[str, Any], end: socket.socket, timeout_s: float) -> int:
         with self._lock:
             if self._client is None or not self._client.stop.alive:
                 self._client = LauncherClient(self._directory, self._mounts)
-            return self._client
+            client = self._client
+        await client.start(request, end, timeout_s=timeout_s)
+        return client.pid
 
 
 def _stop(control: socket.socket, pid: int) -> None:

@@ -4,9 +4,9 @@ Why not the farm's own process: a worker is big and has threads. Here the spawn 
 is in the way, privileges can be dropped for one spawn, "die with parent" means one single-threaded parent, and there is
 somebody left to clean up when the worker is killed. It imports only the standard library and the two modules beside it.
 
-Requests are packets on a socket: ``{"op": "start", …}`` with the sandbox's end of its own socket attached, or
-``{"op": "kill", "id": …}``. There are no replies: the sandbox answers on its socket. The launcher keeps a copy of that
-end until the sandbox is gone *and* everything of it is removed, so the end of file there means: nothing is left.
+A request to start is one packet on the control socket, with the sandbox's end of its own socket attached. There are no
+replies: the sandbox answers on its socket. The launcher keeps a copy of that end until the sandbox is gone *and*
+everything of it is removed, so the end of file there means: nothing is left. Without a sandbox it ends after a second.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from farm.sandbox.state import GROUP_PREFIX, Process, Record, remove_groups, sta
 
 SECCOMP_FD = 9  # where bwrap finds its filter
 _CLONE_NEWNS, _MS_BIND, _MS_REC, _MS_PRIVATE = 0x20000, 0x1000, 0x4000, 0x40000
+_IDLE_S = 1.0  # how long it stays without a sandbox
 _CLEAN_S = 10.0  # the most time spent on clearing away after the owner is gone
 
 
@@ -52,52 +53,70 @@ class Launcher:
         self._children: dict[str, _Child] = {}
         self._dying: list[_Child] = []
         self._selector = selectors.DefaultSelector()
+        self._ended = False
 
     def run(self) -> None:
-        """Serve until the owner closes the control socket or dies; then end every sandbox."""
+        """Serve until the owner closes the control socket or dies, or has no use for us; then end every sandbox."""
         try:
             owner = os.pidfd_open(self._owner.pid)
         except ProcessLookupError:
             return
-        self._selector.register(self._control, selectors.EVENT_READ)
-        self._selector.register(owner, selectors.EVENT_READ)
-        serving, until = True, 0.0
-        while serving or ((self._children or self._dying) and time.monotonic() < until):
-            for key, _ in self._selector.select(self._patience_s(serving)):
-                if isinstance(key.data, _Child):
-                    self._exited(key.data)
-                elif serving and (key.fd == owner or not self._serve()):
-                    serving, until = False, time.monotonic() + _CLEAN_S
-                    self._selector.unregister(self._control)
-                    self._selector.unregister(owner)
-                    for child in self._children.values():
-                        signal.pidfd_send_signal(child.handle, signal.SIGKILL)
-            for child in self._children.values():
-                if time.time() >= child.deadline_at_s and not child.overdue:
-                    child.overdue = True
-                    signal.pidfd_send_signal(child.handle, signal.SIGKILL)
-            self._dying = [child for child in self._dying if not self._cleared(child)]
+        self._selector.register(owner, selectors.EVENT_READ, self._end)
+        self._selector.register(self._control, selectors.EVENT_READ, self._serve)
+        while not self._ended:
+            if not self._turn() and self._idle():
+                self._last_call()
+        for handle in (owner, self._control):
+            if handle in self._selector.get_map():
+                self._selector.unregister(handle)
+        for child in self._children.values():
+            signal.pidfd_send_signal(child.handle, signal.SIGKILL)
+        until = time.monotonic() + _CLEAN_S
+        while not self._idle() and time.monotonic() < until:
+            self._turn()
 
-    def _patience_s(self, serving: bool) -> float | None:
+    def _turn(self) -> bool:
+        """Wait for events and handle them; False when none came in time."""
+        events = self._selector.select(self._patience_s())
+        for key, _ in events:
+            key.data()
+        for child in self._children.values():
+            if time.time() >= child.deadline_at_s and not child.overdue:
+                child.overdue = True
+                signal.pidfd_send_signal(child.handle, signal.SIGKILL)
+        self._dying = [child for child in self._dying if not self._cleared(child)]
+        return bool(events)
+
+    def _patience_s(self) -> float:
         """How long to wait for events: until the next deadline, less while something remains to be cleared away."""
         if self._dying:
             return 0.002
-        if not serving:
-            return 0.1
         deadlines = [child.deadline_at_s for child in self._children.values() if not child.overdue]
-        return min(max(0.0, min(deadlines) - time.time()), 3600.0) if deadlines else None
+        return max(0.0, min([_IDLE_S, *(deadline - time.time() for deadline in deadlines)]))
 
-    def _serve(self) -> bool:
-        """One request; False at the end of file."""
+    def _idle(self) -> bool:
+        return not self._children and not self._dying
+
+    def _end(self) -> None:
+        self._ended = True
+
+    def _last_call(self) -> None:
+        """End, but first take a request that is on its way: from here on the owner's next one fails, and it starts a
+        new launcher."""
+        if self._control in self._selector.get_map():
+            self._selector.unregister(self._control)
+            self._control.shutdown(socket.SHUT_RD)
+            self._serve()
+        else:
+            self._end()
+
+    def _serve(self) -> None:
+        """One request, or the end of file."""
         data, fds, _, _ = socket.recv_fds(self._control, 1 << 18, 4)
-        if not data:
-            return False
-        request = json.loads(data)
-        if request["op"] == "start":
-            self._start(request, fds[0])
-        elif request["id"] in self._children:
-            signal.pidfd_send_signal(self._children[request["id"]].handle, signal.SIGKILL)
-        return True
+        if data:
+            self._start(json.loads(data), fds[0])
+        else:
+            self._end()
 
     def _start(self, request: Mapping[str, Any], fd: int) -> None:
         child = _Child(id=request["id"], socket=fd, deadline_at_s=request["deadline_at_s"])
@@ -131,7 +150,7 @@ class Launcher:
         )
         child.record = write_record(self._directory, record)
         self._children[child.id] = child
-        self._selector.register(child.handle, selectors.EVENT_READ, child)
+        self._selector.register(child.handle, selectors.EVENT_READ, lambda: self._exited(child))
 
     def _spawn(self, argv: list[str], uid: int | None, seccomp: str, fd: int) -> int:
         actions: list[tuple[Any, ...]] = [(os.POSIX_SPAWN_DUP2, fd, n) for n in (0, 1, 2)]

@@ -73,21 +73,31 @@ def alive(process: Process) -> bool:
     return start_time(process.pid) == process.started
 
 
+def record_path(directory: Path, sandbox_id: str) -> Path:
+    return directory / "sandboxes" / f"{sandbox_id}.json"
+
+
 def write_record(directory: Path, record: Record) -> Path:
-    path = directory / "sandboxes" / f"{record.id}.json"
+    path = record_path(directory, record.id)
     path.write_text(json.dumps(asdict(record)))
     return path
 
 
+def read_record(path: Path) -> Record | None:
+    """None when it isn't there, or is just being written."""
+    try:
+        fields = json.loads(path.read_text())
+        for name in ("process", "owner_process"):
+            fields[name] = Process(**fields[name])
+        return Record(**{**fields, "groups": tuple(fields["groups"])})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def read_records(directory: Path) -> Iterator[tuple[Path, Record]]:
-    """All readable records. One that is just being written is left for the next time."""
     for path in sorted((directory / "sandboxes").glob("*.json")):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            fields = json.loads(path.read_text())
-            fields["process"] = Process(**fields["process"])
-            fields["owner_process"] = Process(**fields["owner_process"])
-            fields["groups"] = tuple(fields["groups"])
-            yield path, Record(**fields)
+        if (record := read_record(path)) is not None:
+            yield path, record
 
 
 def kill(process: Process) -> None:
