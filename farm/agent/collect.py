@@ -34,6 +34,8 @@ for path in **; do [[ -L $path ]] && links=1; done
 printf '%s\\n' $links **
 """
 
+_ROOM = "head -c 65536 /dev/zero > /tmp/farm-room"  # fails when the agent has filled or removed the place
+
 _DIFF = """\
 export GIT_DIR={git_dir} GIT_WORK_TREE={workdir} GIT_CONFIG_GLOBAL=/dev/null GIT_CONFIG_NOSYSTEM=1 GIT_OPTIONAL_LOCKS=0
 mkdir -p {workdir} && cd {workdir} || exit 1
@@ -93,7 +95,10 @@ async def _git_diff(task: Task, sandbox: Sandbox, git: Mapping[str, bytes], fold
     try:
         await sandbox.write_files(git or {f"{folder}/README": b""})
     except OSError as error:
-        raise NoPatchError(f"the sandbox takes no more files: {error}") from error
+        room = await sandbox.exec(_ROOM, timeout_s=_TIMEOUT_S, cwd="/")
+        if room.exit_code == 0:
+            raise
+        raise NoPatchError(f"the agent left no room to write: {error}") from error
     script = _DIFF.format(
         git_dir=f"{folder}/git" if git else shlex.quote(f"{task.workdir}/.git"),
         workdir=shlex.quote(task.workdir),

@@ -70,7 +70,10 @@ class TestGrader:
             parts = read(patch)
         except ValueError as error:
             return not_resolved(task, f"the patch is not a git diff: {error}", patch_applied=False)
-        kept, left_out = admit(task, parts)
+        try:
+            kept, left_out = admit(task, parts)
+        except ValueError as error:
+            raise GraderError(f"{task.instance_id}: its own patches: {error}", kind="task", retryable=False) from error
         words = _Words(marker=secrets.token_hex(8), status=secrets.token_hex(8))
         plan = await _plan(task, kept, words.marker)
         await sandbox.write_files(plan.files)

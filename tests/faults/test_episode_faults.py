@@ -187,11 +187,19 @@ def test_all_places_are_reached() -> None:
         ("grade", SandboxLostError("gone"), Boundary.SANDBOX_LOST),
         ("grade", GraderError("broken"), Boundary.GRADER),
         ("generate", EngineError("dead"), Boundary.ENGINE),
-        *((place, RuntimeError("defect"), Boundary.FARM) for place in PLACES),
-        *((place, TimeoutError("somebody else's"), Boundary.FARM) for place in PLACES),
     ],
 )
 def test_a_failure_has_a_boundary_and_no_reward(place: str, error: Exception, boundary: Boundary) -> None:
+    check_failure(place, error, boundary)
+
+
+def test_a_defect_anywhere_is_the_farms_failure() -> None:
+    for place in PLACES:
+        for error in (RuntimeError("defect"), TimeoutError("somebody else's")):
+            check_failure(place, error, Boundary.FARM)
+
+
+def check_failure(place: str, error: Exception, boundary: Boundary) -> None:
     world = World(place, raising(error))
     landed = asyncio.run(world.attempt())
     assert isinstance(landed.outcome, Failed)
@@ -199,18 +207,23 @@ def test_a_failure_has_a_boundary_and_no_reward(place: str, error: Exception, bo
     assert landed.end_reason is EndReason.FAILED
     assert world.opened == world.closed
     sampled = PLACES.index(place) - PLACES.index("generate")
-    assert len(landed.turns) == (0 if sampled < 0 else 1 if place == "generate" or place == "1 exec" else 3)
+    assert len(landed.turns) == (0 if sampled < 0 else 1 if place in ("generate", "1 exec") else 3)
     assert landed.patch == (DIFF.decode() if place in ("2 start", "grade") else "")
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_an_attempt_that_takes_too_long_is_the_farms_failure(place: str) -> None:
-    world = World(place, hang)
-    landed = asyncio.run(world.attempt(replace(LIMITS, agent_s=30.0, episode_s=0.2)))
-    assert isinstance(landed.outcome, Failed)
-    assert (landed.outcome.boundary, landed.outcome.kind) == (Boundary.FARM, "episode_timeout")
-    assert world.opened == world.closed
-    assert bool(landed.turns) is (PLACES.index(place) >= PLACES.index("generate"))
+def test_an_attempt_that_takes_too_long_is_the_farms_failure() -> None:
+    async def one(place: str) -> None:
+        world = World(place, hang)
+        landed = await world.attempt(replace(LIMITS, agent_s=30.0, episode_s=0.2))
+        assert isinstance(landed.outcome, Failed)
+        assert (landed.outcome.boundary, landed.outcome.kind) == (Boundary.FARM, "episode_timeout")
+        assert world.opened == world.closed
+        assert bool(landed.turns) is (PLACES.index(place) >= PLACES.index("generate"))
+
+    async def main() -> None:
+        await asyncio.gather(*map(one, PLACES))
+
+    asyncio.run(main())
 
 
 def test_an_agent_that_takes_too_long_is_graded() -> None:
@@ -221,9 +234,8 @@ def test_an_agent_that_takes_too_long_is_graded() -> None:
     assert len(landed.turns) == 1
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_cancelling_leaves_nothing_behind(place: str) -> None:
-    async def main() -> World:
+def test_cancelling_anywhere_leaves_nothing_behind() -> None:
+    async def one(place: str) -> None:
         arrived = asyncio.Event()
 
         async def wait() -> None:
@@ -236,11 +248,14 @@ def test_cancelling_leaves_nothing_behind(place: str) -> None:
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
-        return world
+        assert world.opened == world.closed
+        assert len(world.aborted) == (1 if place == "generate" else 0)
 
-    world = asyncio.run(main())
-    assert world.opened == world.closed
-    assert len(world.aborted) == (1 if place == "generate" else 0)
+    async def main() -> None:
+        for place in PLACES:
+            await one(place)
+
+    asyncio.run(main())
 
 
 def test_a_sandbox_that_never_answers_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -250,4 +250,4 @@ def test_the_diff_is_taken_with_a_git_folder_the_agent_never_saw() -> None:
     heads = [path for path in sandbox.files if path.endswith("/HEAD")]
     assert len(heads) == 2
     assert heads[0] == "/testbed/.git/HEAD"
-    assert f"GIT_DIR={heads[1].removesuffix('/HEAD')} " in sandbox.commands[0]
+    assert f"GIT_DIR={heads[1].removesuffix('/HEAD')} " in sandbox.commands[-1]
