@@ -20,6 +20,7 @@ from farm.agent.partial import partial_run
 from farm.errors import FarmError, SandboxLostError, classify
 from farm.grader import grading_spec
 from farm.grader.tests import not_resolved
+from farm.metered import Metered
 from farm.protocols import Agent, AgentRun, Engine, ExecResult, Grader, Renderer, Sandbox, SandboxProvider, SandboxSpec
 from farm.types import Attempt, EndReason, Event, Evidence, Failed, Graded, Outcome, Trajectory, Turn, Usage
 from farm.workspace import workspace
@@ -42,10 +43,11 @@ async def run_episode(
     """Run ``attempt`` on this worker. ``now`` gives seconds since the epoch."""
     course = _Course(attempt, provider, now)
     limits = attempt.episode.limits
+    work = Metered(course.run(engine, agent, renderer, grader))
     outcome: Outcome
     try:
         async with asyncio.timeout(limits.episode_s) as limit:
-            outcome = await course.run(engine, agent, renderer, grader)
+            outcome = await work
     except TimeoutError as error:
         course.keep(partial_run(error))
         outcome = classify(error)
@@ -55,7 +57,7 @@ async def run_episode(
     except Exception as error:
         course.keep(partial_run(error))
         outcome = classify(error)
-    return course.trajectory(outcome, worker, engine.url)
+    return course.trajectory(outcome, worker, engine.url, worker_cpu_s=work.cpu_s)
 
 
 class _Course:
@@ -154,7 +156,7 @@ class _Course:
     def _deadline(self) -> float:
         return self._started + self._attempt.episode.limits.episode_s + _GRACE_S
 
-    def trajectory(self, outcome: Outcome, worker: str, engine_url: str) -> Trajectory:
+    def trajectory(self, outcome: Outcome, worker: str, engine_url: str, *, worker_cpu_s: float) -> Trajectory:
         episode = self._attempt.episode
         task = episode.task
         return Trajectory(
@@ -179,14 +181,14 @@ class _Course:
             turns=self._turns,
             patch=self._patch,
             timeline=tuple(self._timeline),
-            usage=_usage(self._turns, self._cpu_s),
+            usage=_usage(self._turns, sandbox_cpu_s=self._cpu_s, worker_cpu_s=worker_cpu_s),
             prior=self._attempt.prior,
             started_at_s=self._started,
             ended_at_s=self._now(),
         )
 
 
-def _usage(turns: tuple[Turn, ...], cpu_s: float) -> Usage:
+def _usage(turns: tuple[Turn, ...], *, sandbox_cpu_s: float, worker_cpu_s: float) -> Usage:
     """Tokens as the engine counts them: every turn's prompt is all that came before it."""
     prompt = seen = 0
     for turn in turns:
@@ -196,7 +198,8 @@ def _usage(turns: tuple[Turn, ...], cpu_s: float) -> Usage:
         prompt_tokens=prompt,
         output_tokens=sum(len(turn.output_ids) for turn in turns),
         cached_tokens=sum(turn.cached_tokens for turn in turns),
-        sandbox_cpu_s=cpu_s,
+        sandbox_cpu_s=sandbox_cpu_s,
+        worker_cpu_s=worker_cpu_s,
     )
 
 

@@ -131,6 +131,8 @@ def test_whatever_a_policy_runs_it_is_graded(commands: list[str], end: EndReason
 
 
 def test_cancelling_in_the_middle_leaves_no_sandbox() -> None:
+    """That no process is left is checked after every test."""
+
     async def main() -> None:
         policy = Policy(["sleep 60"])
         provider = make_provider("bubblewrap")
@@ -152,6 +154,5 @@ def test_cancelling_in_the_middle_leaves_no_sandbox() -> None:
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
-        assert await provider.sweep(now_s=time.time() + 1000) == 0
 
     asyncio.run(main())
