@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from farm.agent import make_agent
+from farm.agent.collect import NoPatchError, collect_patch
 from farm.engine.scripted import ScriptedEngine
 from farm.episode import run_episode
 from farm.grader import make_grader
-from farm.protocols import Agent, GenerateRequest
+from farm.grader.diffs import touched
+from farm.protocols import Agent, GenerateRequest, SandboxSpec
 from farm.render.micro import MicroRenderer
 from farm.render.micro_tokenizer import train_tokenizer
 from farm.sandbox import make_provider
 from farm.suites import micro
-from farm.types import Attempt, EndReason, Episode, Graded, Limits, Task, Trajectory
+from farm.suites.repo import workspace_files
+from farm.types import Attempt, EndReason, Episode, Graded, ImageFiles, Limits, Task, Trajectory
 
 TASKS = micro.generate("rl", count=12)
 
@@ -154,5 +158,28 @@ def test_cancelling_in_the_middle_leaves_no_sandbox() -> None:
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
+
+    asyncio.run(main())
+
+
+def test_a_repository_of_the_image_is_read_through_its_own_git() -> None:
+    task = TASKS[0]
+    (module,) = (path for path in task.workspace.files if path.endswith(".py"))  # type: ignore[union-attr]
+    in_image = replace(task, workspace=ImageFiles())
+
+    async def main() -> None:
+        spec = SandboxSpec(owner="test", deadline_at_s=time.time() + 60)
+        async with make_provider("bubblewrap").open(spec) as sandbox:
+            await sandbox.write_files(workspace_files(task))
+            assert await collect_patch(in_image, sandbox) == ""
+            script = f"echo '# more' >> {module}; git commit -qam x; echo new > new.txt; echo x > x.pyc; chmod +x t"
+            assert (await sandbox.exec(script, timeout_s=10)).exit_code == 0
+            by_image, by_farm = await collect_patch(in_image, sandbox), await collect_patch(task, sandbox)
+            assert touched(by_farm) == {module, "new.txt"}
+            assert touched(by_image) == {module, "new.txt", "t"}, "an image's file modes count"
+            await sandbox.exec("rm -rf .git", timeout_s=10)
+            assert await collect_patch(task, sandbox) == by_farm
+            with pytest.raises(NoPatchError):
+                await collect_patch(in_image, sandbox)
 
     asyncio.run(main())
