@@ -15,8 +15,9 @@ from random import Random
 
 from farm.render.micro import MicroRenderer
 from farm.suites import micro
+from farm.suites.micro_edits import candidate_edits
 from farm.suites.micro_problem import Problem, grade
-from farm.suites.micro_sim import CHECK, READ, SUBMIT, UNDO, Simulation, candidate_edits
+from farm.suites.micro_sim import CHECK, READ, SUBMIT, UNDO, Simulation
 from farm.trajectory_log import DirectoryLog
 from farm.types import EndReason, Evidence, Graded, SamplingParams, Trajectory, Turn, Usage, content_digest
 

@@ -172,7 +172,7 @@ def _weights(strata: list[str]) -> list[float]:
 def _line_patch(problem: Problem) -> str:
     """The unified diff of the gold edit: one line, up to three lines around it."""
     before, after = problem.broken.splitlines(), problem.fixed.splitlines()
-    at = problem.gold.line - 1
+    at = next(n for n, (old, new) in enumerate(zip(before, after, strict=True)) if old != new)
     first, last = max(0, at - 3), min(len(before), at + 4)
     body = [f" {line}" for line in before[first:at]]
     body += [f"-{before[at]}", f"+{after[at]}"]

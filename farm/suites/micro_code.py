@@ -120,7 +120,7 @@ def _search(rng: Random) -> tuple[tuple[str, ...], list[str]]:
     test = _condition(rng, "x", "k")
     if rng.random() < 0.3:
         test = _both(rng, test, _compare(rng, "x", _digit(rng)))
-    other = "False" if found == "True" else "True"
+    other = _compare(rng, "k", _digit(rng))
     return ("xs", "k"), ["for x in xs:", f"    if {test}:", f"        return {found}", f"return {other}"]
 
 

@@ -14,9 +14,10 @@ from random import Random
 from types import CodeType
 
 from farm.suites import micro_code, micro_issue, micro_names
+from farm.suites.micro_edits import Edit, candidate_edits
 from farm.suites.operators import Mutation, mutations
 
-MAX_LINES = 9  # every line number is one digit
+MAX_LINES = 10
 CHECK_FILE = "t"
 CHECK_COMMAND = f"python3 -IS {CHECK_FILE}"
 SIZES = ("1", "2")  # functions in the module
@@ -24,26 +25,6 @@ SIZES = ("1", "2")  # functions in the module
 _HIDDEN_CALLS = 10
 _TRIES = 60  # argument tuples tried per function
 _VAGUE_SHARE = 0.2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Edit:
-    """Replace the first ``old`` on ``line`` (from 1) by ``new``, as one sed command does."""
-
-    line: int
-    old: str
-    new: str
-
-    @property
-    def command(self) -> str:
-        return f"sed -i '{self.line}s|{self.old}|{self.new}|' *.py"
-
-    def apply(self, source: str) -> str:
-        """The edited source; unchanged when the line or the text isn't there."""
-        lines = source.splitlines(keepends=True)
-        if 0 < self.line <= len(lines):
-            lines[self.line - 1] = lines[self.line - 1].replace(self.old, self.new, 1)
-        return "".join(lines)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,13 +83,13 @@ def draw_problem(rng: Random, *, held_out: bool, kind: str, size: str) -> Proble
 
 
 def shape(source: str) -> str:
-    """The source without the names of its functions: two modules of one shape differ in nothing else."""
+    """The source without the names of its functions."""
     return re.sub(r"def \w+", "def", source)
 
 
 def is_held_out(source: str) -> bool:
-    """Whether modules of this shape belong to the benchmark, whatever their functions are called (one in eight)."""
-    return hashlib.sha256(shape(source).encode()).digest()[0] % 8 == 0
+    """Whether modules of this shape belong to the benchmark, whatever their functions are called (one in four)."""
+    return hashlib.sha256(shape(source).encode()).digest()[0] % 4 == 0
 
 
 def run_calls(source: str, calls: Sequence[Call]) -> dict[str, str]:
@@ -133,16 +114,6 @@ def evaluate(call: str | CodeType, namespace: dict[str, object]) -> str:
         return type(error).__name__
 
 
-def gold_edit(fixed: str, mutation: Mutation) -> Edit | None:
-    """The sed edit that undoes ``mutation``; None when no single replacement on that line does."""
-    old, new = mutation.new, mutation.old
-    if mutation.kind == "negate":
-        before = fixed.splitlines()[mutation.line - 1][: mutation.column].split()
-        old, new = (before[-1], f"{before[-1]} not") if before and before[-1].isalpha() else ("", "")
-    edit = Edit(line=mutation.line, old=old, new=new)
-    return edit if old and edit.apply(mutation.apply(fixed)) == fixed else None
-
-
 def _break(
     rng: Random,
     names: micro_names.Names,
@@ -151,8 +122,9 @@ def _break(
     mutation: Mutation,
     size: str,
 ) -> Problem | None:
-    broken, gold = mutation.apply(fixed), gold_edit(fixed, mutation)
-    if gold is None:
+    broken = mutation.apply(fixed)
+    gold = next((edit for edit in candidate_edits(broken) if edit.apply(broken) == fixed), None)
+    if gold is None or is_held_out(broken) != is_held_out(fixed):
         return None
     good, bad = load(fixed), load(broken)
     failing: list[Call] = []

@@ -10,36 +10,15 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from farm.suites.micro_problem import CHECK_COMMAND, Edit, Problem, grade, run_calls
+from farm.suites.micro_edits import Edit
+from farm.suites.micro_problem import CHECK_COMMAND, Problem, grade, run_calls
 
-READ = "grep -n . *.py"
+READ = "cat *.py"
 CHECK = CHECK_COMMAND
 UNDO = "git checkout -q ."
 SUBMIT = "submit"
 
-_SED = re.compile(r"sed -i '(\d+)s\|([^|\\.\[\]^$]+)\|([^|\\&]*)\|' \*\.py")
-_TOKEN = re.compile(r"[+-]=|//|[<>=!]=|not in|[-+*%<>]|\d+|\w+")
-_SWAPS = {
-    "+=": ("-=",),
-    "-=": ("+=",),
-    "and": ("or",),
-    "or": ("and",),
-    "==": ("!=",),
-    "!=": ("==",),
-    "in": ("not in",),
-    "not in": ("in",),
-    "if": ("if not",),
-    "return": ("return not",),
-    "True": ("False",),
-    "False": ("True",),
-    "min": ("max",),
-    "max": ("min",),
-    "any": ("all",),
-    "all": ("any",),
-}
-_ARITH = ("+", "-", "*", "//", "%")
-_ORDER = ("<", "<=", ">", ">=")
-_LOGIC = ("and", "or")
+_SED = re.compile(r"sed -i 's\|([^|\\.\[\]^$\n']+)\|([^|\\&\n']*)\|' \*\.py")
 
 
 @dataclass(slots=True)
@@ -55,7 +34,7 @@ class Simulation:
     def run(self, command: str) -> str:
         """What the command prints; the module is changed as the command would."""
         if command == READ:
-            return "".join(f"{number}:{line}\n" for number, line in enumerate(self.source.splitlines(), 1))
+            return self.source
         if command == CHECK:
             return self._check()
         if command == UNDO:
@@ -63,7 +42,7 @@ class Simulation:
             return ""
         match = _SED.fullmatch(command)
         if match:
-            self.source = Edit(line=int(match[1]), old=match[2], new=match[3]).apply(self.source)
+            self.source = Edit(old=match[1], new=match[2]).apply(self.source)
             return ""
         return f"bash: line 1: {command.split()[0] if command.split() else ''}: command not found\n"
 
@@ -79,25 +58,3 @@ class Simulation:
             return f"ERROR {type(error).__name__}\n"
         failed = sum(results[call.name] != call.expected for call in calls)
         return f"FAILED {failed} of {len(calls)}\n" if failed else "PASSED\n"
-
-
-def candidate_edits(source: str) -> list[Edit]:
-    """Every one-token edit that somebody who can't read code but knows the bugs might try, by line."""
-    found = []
-    for number, line in enumerate(source.splitlines(), 1):
-        if line.startswith("def ") or line.lstrip().startswith("for "):
-            continue
-        for match in _TOKEN.finditer(line):
-            old = match[0]
-            if line.index(old) == match.start():  # sed takes the first one
-                found += [Edit(line=number, old=old, new=new) for new in _replacements(old)]
-    return found
-
-
-def _replacements(old: str) -> tuple[str, ...]:
-    if old.isdigit():
-        return (str(int(old) - 1), str(int(old) + 1)) if int(old) else ("1",)
-    for group in (_ARITH, _ORDER):
-        if old in group:
-            return tuple(new for new in group if new != old)
-    return _SWAPS.get(old, ())
