@@ -1,0 +1,114 @@
+"""`make bench`: the speed of the parts, as a table and as ``build/bench.json``.
+
+Absolute figures belong to one machine at one time; compare ratios within one run.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from harness.lab import BASE_POLICY, command_output
+
+Figure = dict[str, float | int | str]
+Figures = dict[str, Figure]
+
+SANDBOXES = 50
+EPISODES = 400
+
+
+def bench(out: Path) -> None:
+    """Measure every part in turn, print the table, write ``out``."""
+    console = Console()
+    figures: Figures = {}
+    for number, (name, part) in enumerate(PARTS.items(), start=1):
+        console.print(f"[{number}/{len(PARTS)}] {name}, about {10 * (len(PARTS) - number + 1)} s left", style="dim")
+        figures |= part()
+    table = Table("figure", "median", "p95", "n", "unit", box=None)
+    for name, figure in figures.items():
+        table.add_row(name, f"{figure['median']:.4g}", f"{figure['p95']:.4g}", str(figure["n"]), str(figure["unit"]))
+    console.print(table)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(figures, indent=1) + "\n")
+    console.print(f"written to {out}")
+
+
+def _figure(values: Iterable[float], unit: str) -> Figure:
+    array = np.array(list(values), dtype=float)
+    return {
+        "median": float(np.median(array)),
+        "p95": float(np.quantile(array, 0.95)),
+        "n": len(array),
+        "unit": unit,
+    }
+
+
+def _sandbox() -> Figures:
+    from farm.sandbox.bench import measure
+
+    found = measure(SANDBOXES)
+    return {f"sandbox.{name}": _figure(found[name], "ms") for name in ("start_ms", "start_cpu_ms", "exec_ms")}
+
+
+def _engine() -> Figures:
+    from farm.engine.bench import measure
+
+    return {
+        f"engine.output_tokens_per_s.{name}": {
+            "median": found["median"],
+            "p95": found["p95"],
+            "n": int(found["n"]),
+            "unit": "tokens/s",
+        }
+        for name, found in measure().items()
+    }
+
+
+def _log() -> Figures:
+    from farm.log_bench import measure
+
+    runs = [measure() for _ in range(3)]
+    return {
+        f"log.{name}": _figure((run[name] for run in runs), "MB/s") for name in ("append_mb_per_s", "tail_mb_per_s")
+    }
+
+
+def _trainer() -> Figures:
+    found = json.loads(command_output("trainer", "bench", "--json"))
+    return {name: dict(figure) for name, figure in found.items()}
+
+
+def _farm() -> Figures:
+    """Whole episodes of the shipped policy, through the public command."""
+    from farm.results import summarize
+    from harness.experiments.runs import landed
+
+    rates, dispatch = [], []
+    for _ in range(3):
+        with tempfile.TemporaryDirectory() as folder:
+            run = Path(folder) / "run"
+            command_output(
+                "farm", "rollout", "--tasks", "micro:rl", "--limit", str(EPISODES), "--policy", str(BASE_POLICY),
+                "--run", str(run), "--workers", "2",
+            )  # fmt: skip
+            rates.append(summarize(landed(run)).episodes_per_hour or 0.0)
+            dispatch.append(json.loads((run / "farm.json").read_text())["driver_cpu_ms_per_episode"])
+    return {
+        "dispatch.cpu_ms_per_episode": _figure(dispatch, "ms"),
+        "episodes_per_hour": _figure(rates, "1/h"),
+    }
+
+
+PARTS: dict[str, Callable[[], Figures]] = {
+    "sandbox": _sandbox,
+    "engine": _engine,
+    "log": _log,
+    "trainer": _trainer,
+    "whole episodes": _farm,
+}

@@ -1,0 +1,69 @@
+"""`harness`: regenerate the reported figures, list them, measure the speed of the parts."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from farm.errors import UsageError
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def cli() -> None:
+    """Regenerates every reported figure into a versioned report."""
+
+
+@cli.command("list")
+def list_() -> None:
+    """The claims, what was reported and what regenerates them."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from harness import claims
+
+    table = Table("claim", "reported", "experiment", "statement", box=None)
+    for claim in claims.load():
+        table.add_row(claim.id, claim.reported["text"], claim.experiment or "not built yet", claim.statement)
+    Console().print(table)
+
+
+@cli.command()
+@click.argument("claim_ids", metavar="[CLAIM]...", nargs=-1)
+@click.option("--all", "everything", is_flag=True, help="Every claim.")
+@click.option("--profile", "profile_name", default="full", show_default=True, help="quick or full.")
+@click.option("--out", type=click.Path(path_type=Path), help="Report folder [default: reports/VERSION, full profile].")
+def reproduce(claim_ids: tuple[str, ...], everything: bool, profile_name: str, out: Path | None) -> None:
+    """Run what the claims need and write the report. An interrupted run goes on where it stopped."""
+    from harness import reproduce as work
+
+    if everything == bool(claim_ids):
+        raise UsageError("name the claims to reproduce, or give --all; `harness list` shows them")
+    sys.exit(work.reproduce(claim_ids, profile_name=profile_name, out=out))
+
+
+@cli.command()
+@click.option("--out", type=click.Path(path_type=Path), default=Path("build/bench.json"), show_default=True)
+def bench(out: Path) -> None:
+    """Measure the speed of the parts: prints a table and writes it as JSON."""
+    from harness import bench as work
+
+    work.bench(out)
+
+
+def main() -> None:
+    """Entry point: a usage error is one line and exit code 2."""
+    try:
+        cli(standalone_mode=False)
+    except UsageError as error:
+        click.echo(f"harness: {error}", err=True)
+        sys.exit(2)
+    except click.exceptions.Exit as stop:
+        sys.exit(stop.exit_code)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except click.Abort:
+        click.echo("harness: interrupted; run it again to go on", err=True)
+        sys.exit(130)

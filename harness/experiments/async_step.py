@@ -1,0 +1,47 @@
+"""Step time and trainer wait: synchronous against asynchronous, from the same policy, tasks and seed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from harness import stats
+from harness.claims import Measurement
+from harness.experiments.runs import sources, steps
+from harness.lab import Lab
+
+
+def ratio(lab: Lab) -> Measurement:
+    count = lab.profile.compare_steps
+    sync = lab.rl(mode="sync", steps=count, name="compare-sync")
+    free = lab.rl(mode="async", steps=count, name="compare-async")
+    slow, fast = _step_s(steps(sync)), _step_s(steps(free))
+    estimate = stats.median_ratio(slow, fast)
+    return Measurement(
+        estimate=estimate,
+        unit="x (synchronous / asynchronous median step time)",
+        holds=estimate.low > 1.0,
+        detail={
+            "sync": _told(steps(sync)),
+            "async": _told(steps(free)),
+            "left_out": "the first step of each run, which fills the pipeline",
+        },
+        sources=sources(sync) + sources(free),
+        figures={"step_time": {"sync": slow.tolist(), "async": fast.tolist()}},
+    )
+
+
+def _step_s(lines: list[dict[str, Any]]) -> stats.Floats:
+    return np.array([line["wait_s"] + line["train_s"] for line in lines[1:]])
+
+
+def _told(lines: list[dict[str, Any]]) -> dict[str, float]:
+    step_s = _step_s(lines)
+    wait_s = np.array([line["wait_s"] for line in lines[1:]])
+    return {
+        "steps": len(step_s),
+        "median_step_s": round(float(np.median(step_s)), 3),
+        "p95_step_s": round(float(np.quantile(step_s, 0.95)), 3),
+        "wait_share": round(float(wait_s.sum() / step_s.sum()), 3),
+    }

@@ -1,0 +1,92 @@
+"""pass@1 of the base, SFT and RL policies on the held-out micro benchmark, paired by task."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from harness import metrics, stats
+from harness.claims import Measurement
+from harness.experiments.runs import landed, policies, sources, steps
+from harness.lab import BASE_POLICY, Lab
+from harness.stats import Estimate
+
+LEARNABLE = (0.03, 0.25)  # below, nearly no group has a success; above, little is left to show
+RL_GAIN = 0.147  # the reported gain, in pass@1
+
+
+def base(lab: Lab) -> Measurement:
+    run = lab.evaluate("base", BASE_POLICY)
+    score = _score(run)
+    return _measurement(run, score, holds=score.low <= LEARNABLE[1] and score.high >= LEARNABLE[0], detail={})
+
+
+def sft(lab: Lab) -> Measurement:
+    before, run = lab.evaluate("base", BASE_POLICY), lab.evaluate("sft", lab.sft())
+    gain, p = _gain(run, before)
+    return _measurement(run, _score(run), holds=gain.low > 0, detail={"gain_over_base": _points(gain), "p": p})
+
+
+def rl(lab: Lab) -> Measurement:
+    before, training = lab.evaluate("sft", lab.sft()), lab.rl()
+    run = lab.evaluate("rl", Path(policies(training)[-1].path))
+    gain, p = _gain(run, before)
+    curve = [{"step": s["step"], "pass_rate": s["pass_rate"]} for s in steps(training)]
+    return _measurement(
+        run,
+        _score(run),
+        holds=gain.value >= RL_GAIN and p < 0.01,
+        detail={
+            "gain_over_sft": _points(gain),
+            "p": p,
+            "steps": len(curve),
+            "training_episodes": len(landed(training)),
+            "training_minutes": round(_minutes(training), 1),
+        },
+        figures={"learning_curve": curve},
+    )
+
+
+def _score(run: Path) -> Estimate:
+    rates = metrics.task_rates(landed(run))
+    return stats.weighted_mean(rates.excluded, rates.weights)
+
+
+def _gain(run: Path, before: Path) -> tuple[Estimate, float]:
+    new, old, weights = metrics.paired(metrics.task_rates(landed(run)), metrics.task_rates(landed(before)))
+    return stats.paired_difference(new, old, weights)
+
+
+def _minutes(run: Path) -> float:
+    times = [version.published_at_s for version in policies(run)]
+    return (times[-1] - times[0]) / 60
+
+
+def _points(gain: Estimate) -> dict[str, Any]:
+    return {
+        "points": round(100 * gain.value, 1),
+        "low": round(100 * gain.low, 1),
+        "high": round(100 * gain.high, 1),
+        "tasks": gain.n,
+    }
+
+
+def _measurement(
+    run: Path, score: Estimate, *, holds: bool, detail: dict[str, Any], figures: dict[str, Any] | None = None
+) -> Measurement:
+    trajectories = landed(run)
+    rates = metrics.task_rates(trajectories)
+    both = stats.weighted_mean(rates.failed, rates.weights)
+    common = {
+        "passed": rates.passed,
+        "graded": rates.graded,
+        "pass_at_1_failures_as_zero": round(100 * both.value, 2),
+        "infra_failures": rates.failures,
+        "ungraded_tasks": list(rates.ungraded),
+        "end_reasons": metrics.end_reasons(trajectories),
+        "suite": "micro benchmark: generated mini repositories, not SWE-bench",
+    }
+    estimate = Estimate(value=100 * score.value, low=100 * score.low, high=100 * score.high, n=rates.graded)
+    return Measurement(
+        estimate=estimate, unit="%", holds=holds, detail=detail | common, sources=sources(run), figures=figures or {}
+    )

@@ -1,0 +1,104 @@
+"""Pure measures over landed trajectories. A failure is never a reward: it is left out, or counted apart (Rule 3)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from farm.types import Failed, Graded, Trajectory
+from harness.stats import Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskRates:
+    """Pass rate of each task, in the order of ``ids``. All arrays [T].
+
+    ``excluded`` leaves failed attempts out (per protocol), ``failed`` counts them as not passed (intention to treat); a
+    task without a single graded attempt is left out of both, and named in ``ungraded``."""
+
+    ids: tuple[str, ...]
+    excluded: Floats
+    failed: Floats
+    weights: Floats
+    graded: int
+    passed: int
+    failures: int
+    ungraded: tuple[str, ...]
+
+    @property
+    def infra_rate(self) -> float:
+        total = self.graded + self.failures
+        return self.failures / total if total else 0.0
+
+
+def task_rates(trajectories: Iterable[Trajectory]) -> TaskRates:
+    passed: dict[str, int] = defaultdict(int)
+    graded: dict[str, int] = defaultdict(int)
+    failures: dict[str, int] = defaultdict(int)
+    weights: dict[str, float] = {}
+    for trajectory in trajectories:
+        task, outcome = trajectory.instance_id, trajectory.outcome
+        weights[task] = trajectory.weight
+        if isinstance(outcome, Graded):
+            graded[task] += 1
+            passed[task] += outcome.evidence.resolved
+        elif isinstance(outcome, Failed):
+            failures[task] += 1
+    ids = tuple(sorted(task for task in weights if graded[task]))
+    return TaskRates(
+        ids=ids,
+        excluded=np.array([passed[t] / graded[t] for t in ids]),
+        failed=np.array([passed[t] / (graded[t] + failures[t]) for t in ids]),
+        weights=np.array([weights[t] for t in ids]),
+        graded=sum(graded.values()),
+        passed=sum(passed.values()),
+        failures=sum(failures.values()),
+        ungraded=tuple(sorted(task for task in weights if not graded[task])),
+    )
+
+
+def paired(new: TaskRates, base: TaskRates) -> tuple[Floats, Floats, Floats]:
+    """(new, base, weights) over the tasks graded in both, per protocol. All [T]."""
+    old = dict(zip(base.ids, base.excluded, strict=True))
+    common = [i for i, task in enumerate(new.ids) if task in old]
+    return (
+        new.excluded[common],
+        np.array([old[new.ids[i]] for i in common]),
+        new.weights[common],
+    )
+
+
+def group_spread(trajectories: Iterable[Trajectory]) -> dict[str, Floats]:
+    """Longest over shortest attempt within each group of two or more graded attempts, in tokens and in seconds. [G]."""
+    groups: Mapping[str, list[Trajectory]] = defaultdict(list)
+    for trajectory in trajectories:
+        if isinstance(trajectory.outcome, Graded) and trajectory.turns:
+            groups[trajectory.group_id].append(trajectory)
+    full = [g for g in groups.values() if len(g) >= 2]
+    tokens = [[t.total_tokens for t in group] for group in full]
+    seconds = [[max(1e-3, t.ended_at_s - t.started_at_s) for t in group] for group in full]
+    return {
+        "tokens": np.array([max(g) / min(g) for g in tokens]),
+        "seconds": np.array([max(g) / min(g) for g in seconds]),
+    }
+
+
+def end_reasons(trajectories: Iterable[Trajectory]) -> dict[str, int]:
+    counts: dict[str, int] = defaultdict(int)
+    for trajectory in trajectories:
+        counts[trajectory.end_reason.value] += 1
+    return dict(sorted(counts.items()))
+
+
+def failure_kinds(trajectories: Iterable[Trajectory]) -> dict[str, int]:
+    """How often each ``boundary/kind`` ended an attempt, the retried ones included."""
+    counts: dict[str, int] = defaultdict(int)
+    for trajectory in trajectories:
+        for attempt in trajectory.prior:
+            counts[f"{attempt.boundary.value}/{attempt.kind}"] += 1
+        if isinstance(trajectory.outcome, Failed):
+            counts[f"{trajectory.outcome.boundary.value}/{trajectory.outcome.kind}"] += 1
+    return dict(sorted(counts.items()))

@@ -1,0 +1,55 @@
+"""How much of everything a profile measures. `quick` is for CI, `full` for the committed report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from farm.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """``expected_s`` are the stages' durations on two idle cores; they only feed the "time left" line."""
+
+    name: str
+    attempts: int
+    benchmark_tasks: int | None  # None: all
+    rl_steps: int
+    compare_steps: int
+    sandbox_starts: int
+    infra_tasks: int
+    seeds: tuple[int, ...]
+    expected_s: dict[str, float]
+
+
+PROFILES = {
+    "quick": Profile(
+        name="quick",
+        attempts=1,
+        benchmark_tasks=20,
+        rl_steps=2,
+        compare_steps=2,
+        sandbox_starts=20,
+        infra_tasks=20,
+        seeds=(0,),
+        expected_s={"sft": 25, "rl": 40, "sync": 30, "eval": 12, "infra": 15},
+    ),
+    "full": Profile(
+        name="full",
+        attempts=4,
+        benchmark_tasks=None,
+        rl_steps=60,
+        compare_steps=8,
+        sandbox_starts=100,
+        infra_tasks=100,
+        seeds=(0,),
+        expected_s={"sft": 40, "rl": 600, "sync": 90, "eval": 45, "infra": 45},
+    ),
+}
+
+
+def profile(name: str) -> Profile:
+    """Raises UsageError on an unknown name."""
+    if name not in PROFILES:
+        raise UsageError(f"profile {name!r} is unknown; known: {', '.join(PROFILES)}")
+    return PROFILES[name]
