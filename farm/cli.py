@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -240,29 +241,28 @@ def _config(
 
 def _run(run_path: Path, config: FarmConfig, *, show_results: bool) -> None:
     import asyncio
-    import logging
 
     from farm.preflight import prepare
     from farm.start import open_run, run_farm
 
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     prepared = prepare(config)
     run = open_run(run_path, config)
-    _log_to(run)
     click.echo(f"run folder: {run.path}")
     watch = _watch_live if sys.stdout.isatty() else _watch_plain
     try:
-        farm = asyncio.run(run_farm(run, config, prepared, progress=click.echo, watch=watch))
+        with _logging_to(run):
+            farm = asyncio.run(run_farm(run, config, prepared, progress=click.echo, watch=watch))
     except (KeyboardInterrupt, asyncio.CancelledError):
         click.echo("farm: ended while starting; nothing is left running", err=True)
         sys.exit(130)
     if show_results:
         _print_results(run)
     if not farm.finished:
-        click.echo(f"stopped before the end; go on with the same command and --run {run.path}")
+        click.echo(f"ended before everything was done; the same command with --run {run.path} goes on")
 
 
-def _log_to(run: RunFolder) -> None:
+@contextmanager
+def _logging_to(run: RunFolder) -> Iterator[None]:
     import logging
 
     handler = logging.FileHandler(run.logs / "farm.log")
@@ -271,6 +271,12 @@ def _log_to(run: RunFolder) -> None:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = True
+        handler.close()
 
 
 async def _watch_live(farm: Farm) -> None:

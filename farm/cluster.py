@@ -31,6 +31,7 @@ from farm.errors import FarmError, UsageError
 from farm.types import Attempt
 
 _PLUGIN = "farm-episodes"
+_NOISY_LOGGERS = ("distributed", "distributed.scheduler", "distributed.nanny", "distributed.worker", "distributed.core")
 _CLOSE_S = 20.0
 _GATHER_WINDOW_S = 0.005
 _GATHER_S = 60.0
@@ -53,7 +54,6 @@ SETTINGS: Mapping[str, Any] = {
     "distributed.admin.tick.interval": "500ms",
     "distributed.admin.system-monitor.interval": "5s",
     "distributed.admin.system-monitor.gil.enabled": False,
-    "logging.distributed": "error",
 }
 
 
@@ -361,7 +361,8 @@ async def start_cluster(config: ClusterConfig, *, workers: int, runner: str, opt
 
     Raises ``UsageError`` when that scheduler can't be reached, ``FarmError`` when no worker comes up."""
     dask.config.set(SETTINGS)
-    logging.getLogger("distributed").setLevel(logging.ERROR)
+    for name in _NOISY_LOGGERS:  # losses are events here, and are told in the farm's own words
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     if config.address:
         return await _join(config, runner=runner, options=options)
     scratch = TemporaryDirectory(prefix="rollout-farm-dask-", ignore_cleanup_errors=True)

@@ -439,6 +439,7 @@ class Dispatcher:
         live = self._live.get(event.episode_id)
         if live is not None and live.leased == event.attempt:
             live.leased = None
+            live.next_number = event.attempt  # it never started, so its number is free
             self._delay(live, now_s + self._policy.place_delay_s)
 
     def _expire(self, now_s: float, commands: list[Command]) -> None:

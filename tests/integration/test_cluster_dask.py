@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from farm.cluster import Cluster, ClusterEvent, Finished, Lost, start_cluster
+from farm.cluster import Cluster, ClusterEvent, Finished, Lost, Size, start_cluster
 from farm.config import ClusterConfig
 from farm.types import Attempt, Episode, InlineFiles, Task
 
@@ -74,7 +74,7 @@ def with_cluster(folder: Path, use: Callable[[Cluster], Awaitable[None]], *, wor
             options={"folder": str(folder)},
         )
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(100):
                 await use(cluster)
         finally:
             await cluster.close()
@@ -83,9 +83,15 @@ def with_cluster(folder: Path, use: Callable[[Cluster], Awaitable[None]], *, wor
 
 
 async def started(folder: Path, count: int) -> list[Path]:
-    while len(found := sorted(folder.glob("started-*"))) < count:
+    while len(found := sorted(folder.glob("started-*"))) < count:  # noqa: ASYNC110 - files of other processes
         await asyncio.sleep(0.02)
     return found
+
+
+async def scaled(cluster: Cluster, workers: int, *, slots: int) -> Size:
+    while (size := await cluster.scale(workers)).slots != slots or size.draining:  # noqa: ASYNC110
+        await asyncio.sleep(0.1)
+    return size
 
 
 def test_results_slots_blocking_and_defects(folder: Path) -> None:
@@ -122,8 +128,7 @@ def test_killed_worker_comes_back_as_events_and_is_replaced(folder: Path) -> Non
         rest = [await cluster.events.get() for _ in range(9 - len(here))]
         assert all(isinstance(event, Finished) for event in rest)
         assert len(list(folder.glob("started-*"))) == 9
-        while (await cluster.scale(2)).slots != 8:
-            await asyncio.sleep(0.1)
+        await scaled(cluster, 2, slots=8)
 
     with_cluster(folder, use)
 
@@ -154,13 +159,10 @@ def test_scale_down_drains_and_up_again(folder: Path) -> None:
             cluster.submit(attempt(index, "sleep 0.1"))
         events = [await cluster.events.get() for _ in range(6)]
         assert all(isinstance(event, Finished) for event in events), "scale-down killed a running episode"
-        while (size := await cluster.scale(1)).draining:
-            await asyncio.sleep(0.1)
-        assert size.slots == 2
+        assert (await scaled(cluster, 1, slots=2)).draining == 0
         late = [event.result["pid"] for event in events if isinstance(event, Finished) and event.result["index"] >= 4]
         assert len(set(late)) == 1, "a draining worker took new work"
-        while (await cluster.scale(2)).slots != 4:
-            await asyncio.sleep(0.1)
+        await scaled(cluster, 2, slots=4)
 
     with_cluster(folder, use, slots=2)
 

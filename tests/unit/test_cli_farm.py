@@ -1,0 +1,164 @@
+"""The command line: light to start, and wrong input is one line on stderr and exit code 2, with nothing started."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from farm.cli import main
+from farm.config import load_config
+from farm.durable import FolderLock
+from farm.run_folder import RunFolder
+from farm.start import open_run
+
+
+def refused(*arguments: str, code: int = 2) -> str:
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert result.exit_code == code, result.output
+    assert "Traceback" not in result.output
+    lines = [text for text in result.stderr.splitlines() if text.startswith("farm:")]
+    assert len(lines) == 1, result.output
+    return lines[0]
+
+
+def rollout(run: Path, *arguments: str) -> str:
+    text = refused("rollout", "--run", str(run), *arguments)
+    assert not run.exists(), "something was started"
+    return text
+
+
+def policy(folder: Path) -> Path:
+    """As complete as the checks ask for, without being a model."""
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "tokenizer.json").write_text("{}")
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 4)
+    return folder
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, farm.cli; "
+        "heavy = {'torch', 'distributed', 'dask', 'pydantic', 'pyarrow', 'rich', 'aiohttp', 'transformers', 'asyncio'}; "
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("command", ["up", "rollout", "status", "top", "down", "doctor", "replay"])
+def test_every_command_has_help(command: str) -> None:
+    result = CliRunner().invoke(main, [command, "--help"])
+    assert result.exit_code == 0
+
+
+def test_tasks_that_are_not_there(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert "unknown suite 'nowhere'" in rollout(run, "--tasks", "nowhere:rl", "--agent", "oracle")
+    assert "split 'nothing'" in rollout(run, "--tasks", "micro:nothing", "--agent", "oracle")
+    missing = rollout(run, "--tasks", f"swebench:{tmp_path / 'none.parquet'}", "--agent", "oracle")
+    assert "No such file" in missing
+    broken = tmp_path / "broken.parquet"
+    broken.write_bytes(b"PAR1 not really")
+    assert "not a readable Parquet file" in rollout(run, "--tasks", f"swebench:{broken}", "--agent", "oracle")
+
+
+def test_unknown_back_ends(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    tasks = ("--tasks", "micro:benchmark")
+    assert "bash, null, oracle" in rollout(run, *tasks, "--agent", "human")
+    assert "bubblewrap, fake" in rollout(run, *tasks, "--agent", "null", "--set", "sandbox.provider=vm")
+    assert "'embedded' or 'sglang'" in rollout(run, *tasks, "--set", "engine.kind=other")
+    assert "at least one worker" in rollout(run, *tasks, "--workers", "0")
+    assert "chat, micro" in rollout(run, *tasks, "--set", "renderer.name=x", "--policy", str(policy(tmp_path / "p")))
+
+
+def test_malformed_policies(tmp_path: Path) -> None:
+    run, folder = tmp_path / "run", tmp_path / "policy"
+    tasks = ("--tasks", "micro:benchmark", "--policy", str(folder))
+    assert "no such folder" in rollout(run, *tasks)
+    policy(folder)
+    (folder / "config.json").write_text("{")
+    assert "config.json" in rollout(run, *tasks)
+    (folder / "config.json").unlink()
+    assert "has no config.json" in rollout(run, *tasks)
+    (folder / "config.json").write_text("{}")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-2])
+    assert "not a whole safetensors file" in rollout(run, *tasks)
+    weights.unlink()
+    assert "holds no *.safetensors" in rollout(run, *tasks)
+
+
+def test_an_engine_that_is_not_there_and_a_port_in_use(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        text = rollout(run, "--tasks", "micro:benchmark", "--agent", "null", "--set", f"cluster.port={port}")
+    assert "cluster.port" in text
+    assert "in use" in text
+
+
+def test_configuration_file(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    tasks = ("--tasks", "micro:benchmark", "--config")
+    assert "no such configuration file" in rollout(run, *tasks, str(tmp_path / "none.toml"))
+    config = tmp_path / "farm.toml"
+    config.write_text("[rollout]\ngroup_sise = 3\n")
+    assert "did you mean 'group_size'" in rollout(run, *tasks, str(config))
+
+
+def test_run_folders_that_are_not_ours(tmp_path: Path) -> None:
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "thesis.tex").touch()
+    start = ("rollout", "--tasks", "micro:benchmark", "--agent", "null", "--run")
+    assert "thesis.tex" in refused(*start, str(foreign))
+    other = RunFolder.create(tmp_path / "other", {}).path
+    (other / "run.json").write_text(json.dumps({"format": "rollout-farm run", "schema_version": 99}))
+    for arguments in (start + (str(other),), ("up", "--run", str(other)), ("status", str(other)), ("down", str(other))):
+        assert "schema version 99" in refused(*arguments)
+    assert "is not a rollout-farm run" in refused("status", str(tmp_path / "none"))
+
+
+def test_another_configuration_on_the_same_run(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "run", {"rollout": {"seed": 1}}).path
+    text = refused("rollout", "--tasks", "micro:benchmark", "--agent", "null", "--run", str(run))
+    assert "another configuration" in text
+
+
+def test_status_before_any_farm(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "run", {}).path
+    for command in ("status", "top", "down"):
+        assert "no farm has run here yet" in refused(command, str(run))
+    (run / "farm.json").write_text(json.dumps({"schema_version": 99}))
+    assert "schema version 99" in refused("status", str(run))
+
+
+def test_replay_of_what_is_not_there(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "run", {}).path
+    refused("replay", str(run), "abc")
+
+
+def test_two_farms_on_one_folder(tmp_path: Path) -> None:
+    given = {
+        "agent": {"name": "null"},
+        "rollout": {"tasks": "micro:benchmark", "purpose": "eval", "group_size": 1, "min_attempts": 1},
+    }
+    run = open_run(tmp_path / "run", load_config(overrides=given))
+    held = FolderLock(run.path / "farm.lock", "farm")
+    held.acquire()
+    try:
+        text = refused("rollout", "--tasks", "micro:benchmark", "--agent", "null", "--run", str(run.path))
+    finally:
+        held.release()
+    assert "is the farm already" in text

@@ -1,0 +1,173 @@
+"""farm/dispatch.py by example; the invariant itself is in tests/properties."""
+
+from __future__ import annotations
+
+from farm.dispatch import (
+    AttemptFailed,
+    AttemptLost,
+    Cancel,
+    Capacity,
+    Dispatcher,
+    DispatchPolicy,
+    EndlessPlan,
+    FinitePlan,
+    LandDropped,
+    Landed,
+    LandFailed,
+    PlanSpec,
+    Published,
+    Run,
+    Tick,
+    Unissued,
+)
+from farm.types import Boundary, FailedAttempt, InlineFiles, Limits, SamplingParams, Task
+
+
+def make_task(name: str) -> Task:
+    return Task(
+        instance_id=name,
+        dataset="d",
+        repo="r",
+        base_commit="c",
+        problem_statement="p",
+        patch="",
+        test_patch="",
+        fail_to_pass=(),
+        pass_to_pass=(),
+        eval_script="",
+        log_parser="x",
+        workspace=InlineFiles(files={}),
+    )
+
+
+TASKS = [make_task(f"t{index}") for index in range(4)]
+SPEC = PlanSpec(group_size=2, seed=3, purpose="rl", sampling=SamplingParams(), limits=Limits())
+POLICY = DispatchPolicy(retries={Boundary.ENGINE: 1}, lost_limit=1, lease_s=100.0, retry_delay_s=1.0)
+
+
+def failure(number: int, boundary: Boundary = Boundary.ENGINE) -> FailedAttempt:
+    return FailedAttempt(
+        attempt=number, boundary=boundary, kind="x", message="", worker="w", started_at_s=0.0, ended_at_s=0.0
+    )
+
+
+def runs(commands: list[object]) -> list[tuple[str, int, int]]:
+    return [(c.episode.task.instance_id, c.episode.index, c.number) for c in commands if isinstance(c, Run)]
+
+
+def start(slots: int, policy: DispatchPolicy = POLICY) -> tuple[Dispatcher, list[Run]]:
+    dispatcher = Dispatcher(FinitePlan(TASKS, SPEC), policy)
+    dispatcher.handle(Published(step=0, consumed_groups=0), now_s=0.0)
+    issued = dispatcher.handle(Capacity(slots=slots), now_s=0.0)
+    return dispatcher, [command for command in issued if isinstance(command, Run)]
+
+
+def test_groups_in_order_with_their_attempts_together() -> None:
+    _, issued = start(3)
+    assert runs(list(issued)) == [("t0", 0, 1), ("t0", 1, 1), ("t1", 0, 1)]
+
+
+def test_a_retry_waits_for_its_delay_and_then_goes_before_newer_groups() -> None:
+    dispatcher, issued = start(2)
+    first, second = issued
+    commands = dispatcher.handle(AttemptFailed(episode_id=first.episode.id, failure=failure(1)), now_s=1.0)
+    assert runs(list(commands)) == [("t1", 0, 1)]
+    assert runs(list(dispatcher.handle(Landed(episode_id=second.episode.id, attempt=1), now_s=2.5))) == [("t0", 0, 2)]
+
+
+def test_budget_used_up_lands_as_failed_with_what_came_before() -> None:
+    dispatcher, (first, _) = start(2)
+    dispatcher.handle(AttemptFailed(episode_id=first.episode.id, failure=failure(1)), now_s=0.0)
+    dispatcher.handle(Capacity(slots=9), now_s=5.0)
+    landed = dispatcher.handle(AttemptFailed(episode_id=first.episode.id, failure=failure(2)), now_s=6.0)
+    (command,) = [c for c in landed if isinstance(c, LandFailed)]
+    assert (command.failure.attempt, [f.attempt for f in command.prior]) == (2, [1])
+
+
+def test_not_retryable_lands_at_once() -> None:
+    dispatcher, (first, _) = start(2)
+    event = AttemptFailed(episode_id=first.episode.id, failure=failure(1), retryable=False)
+    assert any(isinstance(c, LandFailed) for c in dispatcher.handle(event, now_s=0.0))
+
+
+def test_losses_have_a_budget_of_their_own() -> None:
+    dispatcher, (first, _) = start(2)
+    lost = AttemptLost(episode_id=first.episode.id, attempt=1, worker="w")
+    assert runs(list(dispatcher.handle(lost, now_s=0.0))) == [("t0", 0, 2)], "at once, it says nothing of the next"
+    commands = dispatcher.handle(AttemptFailed(episode_id=first.episode.id, failure=failure(2)), now_s=0.0)
+    assert not any(isinstance(c, LandFailed) for c in commands)
+    dispatcher.handle(Capacity(slots=9), now_s=5.0)
+    again = AttemptLost(episode_id=first.episode.id, attempt=3, worker="w")
+    assert any(isinstance(c, LandFailed) for c in dispatcher.handle(again, now_s=6.0))
+
+
+def test_a_lease_that_runs_out_is_cancelled_and_issued_again_and_the_late_one_may_win() -> None:
+    dispatcher, issued = start(8)
+    commands = dispatcher.handle(Tick(), now_s=100.0)
+    assert {c.number for c in commands if isinstance(c, Cancel)} == {1}
+    assert not runs(list(commands)), "the cancelled ones hold their slots until the cluster has ended them"
+    dispatcher.handle(Capacity(slots=16), now_s=100.0)
+    first = issued[0].episode.id
+    late = dispatcher.handle(Landed(episode_id=first, attempt=1), now_s=101.0)
+    assert [(c.episode_id, c.number) for c in late if isinstance(c, Cancel)] == [(first, 2)]
+    assert dispatcher.handle(Landed(episode_id=first, attempt=2), now_s=102.0) == []
+    assert dispatcher.counts().landed == 1
+
+
+def test_what_could_not_be_placed_keeps_its_number_and_budget() -> None:
+    dispatcher, (first, _) = start(2)
+    dispatcher.handle(Unissued(episode_id=first.episode.id, attempt=1), now_s=0.0)
+    assert ("t0", 0, 1) in runs(list(dispatcher.handle(Capacity(slots=8), now_s=1.0)))
+    assert dispatcher.counts().retried == 0
+
+
+def test_resume_skips_what_landed_and_completes_partial_groups() -> None:
+    plan = FinitePlan(TASKS, SPEC)
+    landed = {e.id for e in plan.group(0)} | {plan.group(1)[1].id}
+    memory = {plan.group(1)[0].id: [failure(1), failure(2)]}
+    dispatcher = Dispatcher(plan, POLICY, landed=landed, failures=memory)
+    commands = dispatcher.handle(Capacity(slots=2), now_s=0.0)
+    assert runs(list(commands)) == [("t1", 0, 3), ("t2", 0, 1)]
+    assert commands[0].prior == tuple(memory[plan.group(1)[0].id])
+
+
+def test_stale_groups_are_dropped_instead_of_completed() -> None:
+    policy = DispatchPolicy(
+        retries={Boundary.ENGINE: 9}, lost_limit=1, lease_s=100.0, max_staleness=1, groups_per_step=2
+    )
+    dispatcher = Dispatcher(EndlessPlan(TASKS, SPEC), policy)
+    dispatcher.handle(Published(step=4, consumed_groups=0), now_s=0.0)
+    issued = [c for c in dispatcher.handle(Capacity(slots=2), now_s=0.0) if isinstance(c, Run)]
+    dispatcher.handle(AttemptFailed(episode_id=issued[0].episode.id, failure=failure(1)), now_s=0.0)
+    assert not any(
+        isinstance(c, LandDropped) for c in dispatcher.handle(Published(step=5, consumed_groups=0), now_s=0.1)
+    )
+    commands = dispatcher.handle(Published(step=6, consumed_groups=0), now_s=0.2)
+    drops = [c for c in commands if isinstance(c, LandDropped)]
+    assert len(drops) == 2, "the one to retry, and the one of the next group that had not started"
+    drop = drops[0]
+    assert drop.episode.id == issued[0].episode.id
+    assert "opened at policy step 4, now 6" in drop.reason
+
+
+def test_the_lead_over_the_trainer() -> None:
+    policy = DispatchPolicy(retries={}, lost_limit=1, lease_s=100.0, max_staleness=1, groups_per_step=2)
+    dispatcher = Dispatcher(EndlessPlan(TASKS, SPEC), policy)
+    dispatcher.handle(Published(step=0, consumed_groups=0), now_s=0.0)
+    assert dispatcher.demand == 8
+    assert len(runs(list(dispatcher.handle(Capacity(slots=100), now_s=0.0)))) == 4 * 2
+    commands = dispatcher.handle(Published(step=1, consumed_groups=2), now_s=0.0)
+    assert len(runs(list(commands))) == 2 * 2
+
+
+def test_plans_are_deterministic_and_epochs_are_shuffled() -> None:
+    plan, again = EndlessPlan(TASKS, SPEC), EndlessPlan(TASKS, SPEC)
+    order = [plan.group(position)[0].task.instance_id for position in range(12)]
+    assert [again.group(position) for position in reversed(range(12))] == [
+        plan.group(position) for position in reversed(range(12))
+    ]
+    epochs = [order[0:4], order[4:8], order[8:12]]
+    assert all(sorted(epoch) == ["t0", "t1", "t2", "t3"] for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) > 1
+    ids = [episode.id for position in range(12) for episode in plan.group(position)]
+    assert len(set(ids)) == 24
