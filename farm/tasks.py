@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from farm.errors import UsageError
+from farm.suites import qualify
 from farm.types import ImageFiles, Task
 
 _TEXT = ("instance_id", "repo", "base_commit", "patch", "test_patch", "problem_statement", "version")
@@ -21,8 +22,10 @@ _LISTS = ("FAIL_TO_PASS", "PASS_TO_PASS")
 _COLUMNS = (*_TEXT, *_GRADING, *_LISTS)
 
 
-def load_tasks(spec: str, *, limit: int | None = None) -> list[Task]:
+def load_tasks(spec: str, *, limit: int | None = None, quarantined: bool = False) -> list[Task]:
     """The tasks that ``spec`` names, in their fixed order, at most ``limit`` of them.
+
+    Tasks that failed their qualification are left out, unless ``quarantined`` asks for them too.
 
     Raises UsageError when the suite, split, package or file is unknown or unreadable.
     """
@@ -33,7 +36,11 @@ def load_tasks(spec: str, *, limit: int | None = None) -> list[Task]:
         )
     if limit is not None and limit < 1:
         raise UsageError(f"--limit {limit}: at least one task is needed; give 1 or more, or leave it out for all")
-    return SUITES[suite](rest)[:limit]
+    tasks = SUITES[suite](rest)
+    if not quarantined:
+        results = qualify.read(qualify.results_path(spec))
+        tasks = [task for task in tasks if task.instance_id not in results or results[task.instance_id].qualified]
+    return tasks[:limit]
 
 
 def swebench_tasks(path: str) -> list[Task]:

@@ -1,0 +1,180 @@
+"""Qualification: a task counts only if its gold patch always passes and no patch always fails.
+
+Every run is a grading like any other: a fresh sandbox, the grader that rollouts use. What does not qualify is
+quarantined: ``load_tasks`` leaves it out. The results lie beside the split and name what was graded by its digest, so
+that results of another version of a task are not taken for this one's.
+
+``python -m farm.suites.qualify SPEC --runs N``
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from farm.errors import FarmError, UsageError
+from farm.grader import grading_spec
+from farm.protocols import Grader, SandboxProvider
+from farm.types import Limits, Task
+
+DATASETS = Path(__file__).parents[2] / "datasets"
+_TRIES = 3  # of one run, when an infrastructure failure ends it
+_LIMITS = Limits()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qualification:
+    """Of ``runs`` gradings each, how many the gold patch passed and the empty patch failed. ``reason`` is "" if all."""
+
+    instance_id: str
+    graded: str  # digest of what was graded, see graded_digest
+    runs: int
+    gold_passed: int
+    empty_failed: int
+    reason: str
+
+    @property
+    def qualified(self) -> bool:
+        return self.reason == ""
+
+
+def graded_digest(task: Task) -> str:
+    """Digest of all that a grade depends on: not of the split's name, weights or strata."""
+    return replace(task, dataset="", weight=1.0, strata={}).digest
+
+
+async def qualify(
+    tasks: Sequence[Task],
+    *,
+    provider: SandboxProvider,
+    grader: Grader,
+    runs: int,
+    concurrency: int = 2,
+    done: Callable[[Qualification], None] = lambda _: None,
+) -> list[Qualification]:
+    """Grade the gold and the empty patch of every task ``runs`` times, at most ``concurrency`` gradings at once.
+
+    ``done`` is told about each task as it ends. An infrastructure failure is tried again twice and then becomes the
+    reason: the task can't be graded here. Stops a task at its first wrong result.
+    """
+    slots = asyncio.Semaphore(concurrency)
+
+    async def one(task: Task) -> Qualification:
+        async with slots:
+            result = await _qualify(task, provider, grader, runs)
+        done(result)
+        return result
+
+    async with asyncio.TaskGroup() as group:
+        started = [group.create_task(one(task)) for task in tasks]
+    return [task.result() for task in started]
+
+
+async def _qualify(task: Task, provider: SandboxProvider, grader: Grader, runs: int) -> Qualification:
+    counts = {"gold": 0, "empty": 0}
+    reason = ""
+    for name, patch, expected in [("gold", task.patch, True), ("empty", "", False)] * runs:
+        try:
+            resolved, tail = await _grade(task, patch, provider, grader)
+        except FarmError as error:
+            reason = f"{name} patch: not gradable: {error.boundary}/{error.kind}: {error}"
+            break
+        if resolved != expected:
+            reason = f"{name} patch: {'resolved' if resolved else 'not resolved'} in run {counts[name] + 1}: {tail}"
+            break
+        counts[name] += 1
+    return Qualification(
+        instance_id=task.instance_id,
+        graded=graded_digest(task),
+        runs=runs,
+        gold_passed=counts["gold"],
+        empty_failed=counts["empty"],
+        reason=reason[:500],
+    )
+
+
+async def _grade(task: Task, patch: str, provider: SandboxProvider, grader: Grader) -> tuple[bool, str]:
+    """Whether the patch resolves the task, and the end of its log. Raises FarmError after the last try."""
+    for left in reversed(range(_TRIES)):
+        spec = grading_spec(
+            task, limits=_LIMITS, owner=f"qualify-{os.getpid()}", deadline_at_s=time.time() + _LIMITS.episode_s
+        )
+        try:
+            async with asyncio.timeout(_LIMITS.episode_s), provider.open(spec) as sandbox:
+                evidence = await grader.grade(task, patch, sandbox=sandbox, limits=_LIMITS)
+                return evidence.resolved, evidence.log_tail[-200:]
+        except TimeoutError as error:
+            failure = FarmError(f"no grade within {_LIMITS.episode_s:g} s", kind="timeout")
+            failure.__cause__ = error
+        except FarmError as error:
+            failure = error
+        if not failure.retryable or not left:
+            raise failure
+    raise AssertionError("unreachable")
+
+
+def results_path(spec: str) -> Path:
+    """Where the results of a task source lie: beside its split."""
+    suite, _, rest = spec.partition(":")
+    return Path(f"{rest}.qualification.jsonl") if suite == "swebench" else DATASETS / suite / "qualification.jsonl"
+
+
+def read(path: Path) -> dict[str, Qualification]:
+    """Results by instance id; none when there is no file."""
+    if not path.exists():
+        return {}
+    rows = (Qualification(**json.loads(line)) for line in path.read_text().splitlines())
+    return {row.instance_id: row for row in rows}
+
+
+def write(path: Path, results: Iterable[Qualification]) -> None:
+    """Add ``results`` to the file, in place of older ones of the same tasks."""
+    rows = read(path) | {result.instance_id: result for result in results}
+    fresh = path.with_suffix(".new")
+    fresh.write_text("".join(json.dumps(asdict(rows[name])) + "\n" for name in sorted(rows)))
+    fresh.replace(path)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    from farm.grader import make_grader
+    from farm.sandbox import make_provider
+    from farm.tasks import load_tasks
+
+    parser = argparse.ArgumentParser(prog="python -m farm.suites.qualify", description="Qualify the tasks of SPEC.")
+    parser.add_argument("spec", metavar="SPEC", help="a task source, such as micro:benchmark")
+    parser.add_argument("--runs", type=int, required=True, help="gradings of each of the two patches")
+    parser.add_argument("--provider", default="bubblewrap")
+    parser.add_argument("--concurrency", type=int, default=2)
+    chosen = parser.parse_args(arguments)
+    try:
+        if min(chosen.runs, chosen.concurrency) < 1:
+            raise UsageError("--runs and --concurrency must be at least 1")
+        tasks = load_tasks(chosen.spec, quarantined=True)
+        provider, grader = make_provider(chosen.provider), make_grader("tests")
+
+        def show(result: Qualification) -> None:
+            if not result.qualified:
+                print(f"quarantined {result.instance_id}: {result.reason}", file=sys.stderr)
+
+        work = qualify(
+            tasks, provider=provider, grader=grader, runs=chosen.runs, concurrency=chosen.concurrency, done=show
+        )
+        results = asyncio.run(work)
+        write(results_path(chosen.spec), results)
+    except FarmError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    good = sum(result.qualified for result in results)
+    print(f"{good} of {len(results)} tasks qualified in {chosen.runs} runs each: {results_path(chosen.spec)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

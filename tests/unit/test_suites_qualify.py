@@ -1,0 +1,163 @@
+"""Qualification: what it counts, what it quarantines and why, and that the loader keeps to it."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farm import tasks as task_sources
+from farm.errors import GraderError, SandboxStartError
+from farm.protocols import Sandbox, SandboxSpec
+from farm.suites import qualify
+from farm.suites.qualify import Qualification
+from farm.types import Evidence, ImageFiles, Limits, Task
+
+
+def task(name: str, **changes: Any) -> Task:
+    fields: dict[str, Any] = {
+        "instance_id": name,
+        "dataset": "d@1",
+        "repo": "r",
+        "base_commit": "0",
+        "problem_statement": "",
+        "patch": "gold",
+        "test_patch": "",
+        "fail_to_pass": ("t",),
+        "pass_to_pass": (),
+        "eval_script": "",
+        "log_parser": "micro",
+        "workspace": ImageFiles(),
+    }
+    return Task(**(fields | changes))
+
+
+class Provider:
+    """Counts what is open; the first ``broken`` starts fail."""
+
+    name = "counting"
+
+    def __init__(self, broken: int = 0) -> None:
+        self.broken, self.now_open, self.most_open = broken, 0, 0
+
+    @contextlib.asynccontextmanager
+    async def open(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
+        if self.broken:
+            self.broken -= 1
+            raise SandboxStartError("no room")
+        self.now_open += 1
+        self.most_open = max(self.most_open, self.now_open)
+        try:
+            await asyncio.sleep(0)
+            yield None  # type: ignore[misc]
+        finally:
+            self.now_open -= 1
+
+    async def sweep(self, *, now_s: float) -> int:
+        return 0
+
+
+class Grader:
+    """Answers from a list of results per instance id; by default as a good task would."""
+
+    def __init__(self, **answers: list[bool | Exception]) -> None:
+        self.answers = answers
+
+    async def grade(self, task: Task, patch: str, *, sandbox: Sandbox, limits: Limits) -> Evidence:
+        queue = self.answers.get(task.instance_id)
+        answer = queue.pop(0) if queue else patch == "gold"
+        if isinstance(answer, Exception):
+            raise answer
+        return Evidence(statuses={}, resolved=answer, patch_applied=True, exit_code=0, log_tail="the log's end")
+
+
+def run(names: list[str], grader: Grader, provider: Provider | None = None, runs: int = 3) -> list[Qualification]:
+    work = qualify.qualify([task(n) for n in names], provider=provider or Provider(), grader=grader, runs=runs)
+    return asyncio.run(work)
+
+
+def test_good_tasks_qualify_in_order_with_bounded_concurrency() -> None:
+    provider = Provider()
+    results = run(["a", "b", "c", "d"], Grader(), provider)
+    assert [r.instance_id for r in results] == ["a", "b", "c", "d"]
+    assert all(r.qualified and (r.gold_passed, r.empty_failed) == (3, 3) for r in results)
+    assert provider.most_open == 2
+
+
+@pytest.mark.parametrize(
+    ("answers", "reason", "counts"),
+    [
+        ([False], "gold patch: not resolved in run 1: the log's end", (0, 0)),
+        ([True, True], "empty patch: resolved in run 1: the log's end", (1, 0)),
+        ([True, False, True, False, False], "gold patch: not resolved in run 3: the log's end", (2, 2)),
+    ],
+)
+def test_wrong_results_quarantine(answers: list[bool | Exception], reason: str, counts: tuple[int, int]) -> None:
+    bad, good = run(["bad", "good"], Grader(bad=answers))
+    assert not bad.qualified
+    assert bad.reason == reason
+    assert (bad.gold_passed, bad.empty_failed) == counts
+    assert good.qualified
+
+
+def test_an_infrastructure_failure_is_tried_again() -> None:
+    (result,) = run(["a"], Grader(), Provider(broken=2))
+    assert result.qualified
+
+
+def test_what_can_not_be_graded_says_so() -> None:
+    (result,) = run(["a"], Grader(), Provider(broken=3))
+    assert result.reason == "gold patch: not gradable: sandbox_start/start: no room"
+    final: list[bool | Exception] = [GraderError("no such parser", kind="log_parser", retryable=False)]
+    (result,) = run(["a"], Grader(a=final))
+    assert result.reason == "gold patch: not gradable: grader/log_parser: no such parser"
+
+
+def test_digest_covers_what_is_graded_and_nothing_else() -> None:
+    base = qualify.graded_digest(task("a"))
+    assert base == qualify.graded_digest(task("a", dataset="d@2", weight=2.0, strata={"kind": "x"}))
+    assert base != qualify.graded_digest(task("a", eval_script="x"))
+    assert base != qualify.graded_digest(task("a", patch="x"))
+
+
+def result(name: str, reason: str = "") -> Qualification:
+    return Qualification(instance_id=name, graded="0", runs=1, gold_passed=1, empty_failed=1, reason=reason)
+
+
+def test_results_are_added_to_older_ones(tmp_path: Path) -> None:
+    path = tmp_path / "q.jsonl"
+    assert qualify.read(path) == {}
+    qualify.write(path, [result("b", "old"), result("a")])
+    qualify.write(path, [result("c"), result("b")])
+    assert [json.loads(line)["instance_id"] for line in path.read_text().splitlines()] == ["a", "b", "c"]
+    assert qualify.read(path)["b"].qualified
+    assert [p.name for p in tmp_path.iterdir()] == ["q.jsonl"]
+
+
+def test_quarantined_tasks_are_not_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    columns = (
+        "repo",
+        "base_commit",
+        "patch",
+        "test_patch",
+        "problem_statement",
+        "version",
+        "eval_script",
+        "log_parser",
+    )
+    row = dict.fromkeys(columns, "x") | {"image": "i", "FAIL_TO_PASS": ["t"], "PASS_TO_PASS": []}
+    path.write_text("".join(json.dumps(row | {"instance_id": name}) + "\n" for name in "abc"))
+    spec = f"swebench:{path}"
+    qualify.write(qualify.results_path(spec), [result("b", "gold patch: not resolved"), result("c")])
+    assert [t.instance_id for t in task_sources.load_tasks(spec)] == ["a", "c"]
+    assert [t.instance_id for t in task_sources.load_tasks(spec, quarantined=True)] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("arguments", [["nope", "--runs", "1"], ["micro:rl", "--runs", "0"]])
+def test_command_refuses_bad_input(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert qualify.main(arguments) == 2
+    assert capsys.readouterr().err.startswith("error: ")
