@@ -19,7 +19,6 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -115,6 +114,7 @@ class BubblewrapProvider:
         self._stage = rootfs.make_stage(
             self._directory, bwrap=find_bwrap(), seccomp=filters, drop=self._uids is not None
         )
+        self._pytest: rootfs.Bind | None = None  # staged when first asked for
         self._slot = LauncherSlot(self._directory, self._stage.mounts)
 
     @contextlib.asynccontextmanager
@@ -144,14 +144,12 @@ class BubblewrapProvider:
         return removed
 
     async def _start(self, spec: SandboxSpec) -> BubblewrapSandbox:
-        if spec.image not in rootfs.IMAGES or (spec.image == "host-pytest" and self._stage.pytest is None):
-            detail = "pytest is not installed" if spec.image in rootfs.IMAGES else f"have {', '.join(rootfs.IMAGES)}"
-            raise SandboxStartError(f"image {spec.image!r}: {detail}", kind="image", retryable=False)
+        extra = await self._image(spec.image)
         sandbox_id = secrets.token_hex(8)
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its:
             try:
-                launcher_pid = await self._slot.start(self._request(sandbox_id, spec), its, timeout_s=_START_S)
+                launcher_pid = await self._slot.start(self._request(sandbox_id, spec, extra), its, timeout_s=_START_S)
             except (OSError, LauncherLost) as error:
                 mine.close()
                 raise SandboxStartError(f"the launcher does not answer: {error}", kind="launcher") from error
@@ -167,7 +165,20 @@ class BubblewrapProvider:
             raise
         return sandbox
 
-    def _request(self, sandbox_id: str, spec: SandboxSpec) -> dict[str, Any]:
+    async def _image(self, image: str) -> list[rootfs.Bind]:
+        """What ``image`` has beyond the host image."""
+        if image not in rootfs.IMAGES:
+            detail = f"image {image!r} is unknown; have {', '.join(rootfs.IMAGES)}"
+            raise SandboxStartError(detail, kind="image", retryable=False)
+        if image == "host":
+            return []
+        if self._pytest is None:
+            self._pytest = await asyncio.to_thread(rootfs.stage_pytest, self._directory)
+        if self._pytest is None:
+            raise SandboxStartError(f"image {image!r}: pytest is not installed", kind="image", retryable=False)
+        return [self._pytest]
+
+    def _request(self, sandbox_id: str, spec: SandboxSpec, extra: list[rootfs.Bind]) -> dict[str, Any]:
         limits = {
             "core": 0,
             "nproc": spec.pids,
@@ -187,11 +198,13 @@ class BubblewrapProvider:
             "owner": spec.owner,
             "deadline_at_s": spec.deadline_at_s,
             "argv": rootfs.bwrap_argv(
-                self._stage, server, image=spec.image, disk_bytes=spec.disk_bytes, workdir=spec.workdir
+                self._stage, server, extra=extra, disk_bytes=spec.disk_bytes, workdir=spec.workdir
             ),
             "uid": secrets.choice(self._uids) if self._uids else None,
             "seccomp": self._stage.seccomp,
-            "groups": [asdict(group) for group in groups],
+            "groups": [
+                {"parent": group.parent, "home": group.home, "settings": dict(group.settings)} for group in groups
+            ],
         }
 
 

@@ -26,6 +26,7 @@ from farm.sandbox.command_server import SCRIPT, SERVER
 IMAGES = ("host", "host-pytest")
 HOME = "/home/agent"
 UID = 1000
+_PYTEST = "/opt/pytest"
 
 _ENVIRONMENT: Mapping[str, str] = {
     "PATH": "/opt/bin:/usr/local/bin:/usr/bin:/bin",
@@ -63,13 +64,12 @@ class Bind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """The staged files of one provider."""
+    """The staged files of one provider, and the parts of bwrap's command line that are the same for all sandboxes."""
 
-    bwrap: str
     seccomp: str
-    binds: tuple[Bind, ...]  # in every image
-    pytest: Bind | None  # None where pytest is not installed
     mounts: tuple[str, ...]  # pairs: directories that the launcher binds to where every user can walk to
+    program: tuple[str, ...]  # bwrap, namespaces, identity, environment
+    root: tuple[str, ...]  # what is bound and linked into the root
 
 
 def make_stage(state: Path, *, bwrap: Path, seccomp: bytes, drop: bool) -> Stage:
@@ -87,43 +87,53 @@ def make_stage(state: Path, *, bwrap: Path, seccomp: bytes, drop: bool) -> Stage
     empty = str(_staged(state, "empty", {}))  # what happens to be installed on a host is not part of an image
     installed = [path for path in site.getsitepackages([str(python)]) if Path(path).is_dir()]
     binds += [Bind(source=empty, target=path) for path in installed]
-    packages = _closure("pytest")
-    pytest = None
-    if packages:
-        pytest = Bind(source=str(_stage_packages(state, packages)), target="/opt/pytest")
     filters = _staged(state, "seccomp", {"filter": seccomp})
     return Stage(
-        bwrap=str(_stage_bwrap(state, bwrap)),
         seccomp=str(filters / "filter"),
-        binds=tuple(binds),
-        pytest=pytest,
         mounts=mounts,
+        program=(str(_stage_bwrap(state, bwrap)), *_identity()),
+        root=tuple(_root(binds)),
     )
 
 
+def stage_pytest(state: Path) -> Bind | None:
+    """pytest and what it requires; None where it isn't installed. Takes a second the first time. Raises ``OSError``."""
+    packages = _closure("pytest")
+    return Bind(source=str(_stage_packages(state, packages)), target=_PYTEST) if packages else None
+
+
 def bwrap_argv(
-    stage: Stage, command: Sequence[str], *, image: str, disk_bytes: int, workdir: str, python: str = sys.executable
+    stage: Stage, command: Sequence[str], *, extra: Sequence[Bind], disk_bytes: int, workdir: str
 ) -> list[str]:
     """The whole command line. Order matters: bwrap applies the file system options one after the other."""
-    interpreter = str(Path(python).resolve())
-    arguments = [stage.bwrap, "--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
+    arguments = [*stage.program, "--size", str(disk_bytes), "--tmpfs", "/", *stage.root]
+    for bind in extra:
+        arguments += ["--ro-bind", bind.source, bind.target]
+        if bind.target == _PYTEST:
+            arguments += ["--setenv", "PYTHONPATH", _PYTEST]
+    return [*arguments, "--dir", HOME, "--dir", workdir, "--chdir", "/", "--", *command]
+
+
+def _identity() -> list[str]:
+    arguments = ["--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
     arguments += ["--unshare-cgroup-try", "--disable-userns", "--uid", str(UID), "--gid", str(UID), "--cap-drop", "ALL"]
     arguments += ["--hostname", "sandbox", "--die-with-parent", "--as-pid-1", "--seccomp", "9"]
     for name, value in _ENVIRONMENT.items():
         arguments += ["--setenv", name, value]
-    arguments += ["--size", str(disk_bytes), "--tmpfs", "/", "--ro-bind", "/usr", "/usr"]
+    return arguments
+
+
+def _root(binds: Sequence[Bind]) -> list[str]:
+    arguments = ["--ro-bind", "/usr", "/usr"]
     for name in _SYSTEM:
         path = Path("/", name)
         if path.is_symlink():
             arguments += ["--symlink", str(path.readlink()), str(path)]
         elif path.is_dir():
             arguments += ["--ro-bind", str(path), str(path)]
-    binds = list(stage.binds)
-    if image == "host-pytest" and stage.pytest is not None:
-        binds.append(stage.pytest)
-        arguments += ["--setenv", "PYTHONPATH", stage.pytest.target]
     for bind in binds:
         arguments += ["--ro-bind", bind.source, bind.target]
+    interpreter = str(Path(sys.executable).resolve())
     arguments += ["--symlink", interpreter, "/opt/bin/python3", "--symlink", "python3", "/opt/bin/python"]
     arguments += ["--proc", "/proc", "--dir", "/dev"]
     for device in _DEVICES:
@@ -133,7 +143,7 @@ def bwrap_argv(
         arguments += ["--symlink", f"/proc/self/fd/{number}", f"/dev/{name}"]
     for scratch in ("/tmp", "/var/tmp", "/dev/shm"):
         arguments += ["--perms", "1777", "--dir", scratch]
-    return [*arguments, "--dir", HOME, "--dir", workdir, "--chdir", "/", "--", *command]
+    return arguments
 
 
 def _reachable(directory: Path) -> bool:

@@ -261,7 +261,7 @@ def test_all_descendants_die_at_the_deadline(provider: BubblewrapProvider) -> No
 
 
 def test_background_processes_live_until_a_deadline(provider: BubblewrapProvider) -> None:
-    done = run(provider, "sleep 90 > /dev/null 2>&1 & echo started", "pgrep -c sleep")
+    done = run(provider, "sleep 90 > /dev/null 2>&1 & echo started", "pgrep -cf 'sleep 9[0]'")
     assert [result.output for result in done] == ["started\n", "1\n"]
 
 
