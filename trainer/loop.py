@@ -60,7 +60,7 @@ class Trainer:
         self._lock.acquire()
         try:
             _pin_config(run.trainer / "config.json", config)
-            self._policies = PolicyLog(run.policies)
+            self._policies = PolicyLog(run.policies, disk=disk)
             self._log = DirectoryLog(run.trajectories)
             self._metrics = MetricsFile(run.metrics)
             self._start(_first_policy(self._policies, policy))
