@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from farm.engine.embedded.config import ModelConfig, ModelFolderError, read_config
+
 _PARENT_CHECK_S = 0.5
 _BODY_BYTES = 64 << 20
 
@@ -79,25 +81,22 @@ def main(argv: list[str] | None = None) -> int:
             return _fail(f"port in use: {where}; choose another --port, or 0 for a free one")
         return _fail(f"can't listen on {where}: {error}")
     with listener:
-        if not (arguments.model / "config.json").is_file():
-            return _fail(f"--model {arguments.model}: no config.json there; expected a Hugging Face Qwen3 folder")
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        return _serve(arguments, listener)
+        try:
+            config = read_config(arguments.model)
+            os.environ.setdefault("OMP_NUM_THREADS", "1")
+            return _serve(arguments, listener, config)
+        except ModelFolderError as error:
+            return _fail(f"--model {arguments.model}: {error}")
 
 
-def _serve(arguments: argparse.Namespace, listener: socket.socket) -> int:
+def _serve(arguments: argparse.Namespace, listener: socket.socket, config: ModelConfig) -> int:
     import torch
 
-    from farm.engine.embedded.folder import ModelFolderError, read_config
     from farm.engine.embedded.model import load_weights
     from farm.engine.embedded.scheduler import Limits
 
     torch.set_num_threads(1)
-    try:
-        config = read_config(arguments.model)
-        weights = load_weights(config, arguments.model)
-    except ModelFolderError as error:
-        return _fail(str(error))
+    weights = load_weights(config, arguments.model)
     context = arguments.context_length or config.max_positions
     limits = Limits(
         max_total_tokens=arguments.max_total_tokens,

@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from farm.engine.embedded.folder import ModelConfig, ModelFolderError, read_tensors
+from farm.engine.embedded.config import ModelConfig, ModelFolderError
+from farm.engine.embedded.tensors import read_tensors
 
 _SCORE_ELEMENTS = 1 << 24  # a prefill chunk's score matrix is kept below this many floats
 

@@ -18,7 +18,7 @@ from typing import Any
 from aiohttp import web
 
 from farm.engine.embedded import wire
-from farm.engine.embedded.folder import ModelConfig, ModelFolderError, read_config
+from farm.engine.embedded.config import ModelConfig, ModelFolderError, read_config
 from farm.engine.embedded.metrics import Metrics
 from farm.engine.embedded.model import Weights, load_weights
 from farm.engine.embedded.request import Request
@@ -151,9 +151,7 @@ class EngineServer:
             return _error("The request queue is full.", 503)
         except asyncio.CancelledError:
             # The client has gone: as in SGLang, nobody waits for these tokens any more.
-            if not answer.done():
-                answer.cancel()
-                self._scheduler.abort_exactly(rid)
+            self._scheduler.abort_exactly(rid)
             raise
         finally:
             del self._answers[rid]

@@ -1,4 +1,5 @@
-"""Read a Hugging Face Qwen3 or Qwen3-MoE folder: ``config.json`` and its safetensors, as they lie on disk.
+"""Read ``config.json`` of a Hugging Face Qwen3 or Qwen3-MoE folder. Torch is not needed for it, so a wrong folder is
+told at once.
 
 Transformers is not imported: it would double the server's start-up time. Whatever this server could not compute exactly
 (another architecture, scaled rope, sliding windows, biases) is refused here, by name, before anything starts.
@@ -11,10 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 
@@ -51,7 +48,8 @@ class ModelConfig:
         return self.experts > 0 and layer not in self.dense_layers
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in ``path``. Raises :class:`ModelFolderError`."""
     try:
         value = json.loads(path.read_text())
     except FileNotFoundError:
@@ -66,7 +64,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _eos(raw: Mapping[str, Any], folder: Path) -> tuple[int, ...]:
     """End-of-sequence ids of config.json and generation_config.json together, as SGLang takes them."""
     generation = folder / "generation_config.json"
-    sources = [raw, _read_json(generation)] if generation.exists() else [raw]
+    sources = [raw, read_json(generation)] if generation.exists() else [raw]
     ids: set[int] = set()
     for source in sources:
         value = source.get("eos_token_id")
@@ -86,7 +84,7 @@ def _rope_theta(raw: Mapping[str, Any], path: Path) -> float:
 def read_config(folder: Path) -> ModelConfig:
     """The configuration in ``folder``. Raises :class:`ModelFolderError`."""
     path = folder / "config.json"
-    raw = _read_json(path)
+    raw = read_json(path)
     architecture = (raw.get("architectures") or ["none named"])[0]
     if architecture not in ARCHITECTURES:
         raise ModelFolderError(f"{path}: architecture {architecture!r} is not one of {', '.join(ARCHITECTURES)}")
@@ -126,23 +124,3 @@ def read_config(folder: Path) -> ModelConfig:
         raise ModelFolderError(f"{path}: {error.args[0]} is missing") from None
     except (TypeError, ValueError) as error:
         raise ModelFolderError(f"{path}: {error}") from None
-
-
-def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of the folder's safetensors, single or sharded. Raises :class:`ModelFolderError`."""
-    index = folder / "model.safetensors.index.json"
-    single = folder / "model.safetensors"
-    if index.exists():
-        names = sorted(set(_read_json(index).get("weight_map", {}).values()))
-        files = [folder / name for name in names]
-    elif single.exists():
-        files = [single]
-    else:
-        raise ModelFolderError(f"{folder} holds neither model.safetensors nor model.safetensors.index.json")
-    tensors: dict[str, torch.Tensor] = {}
-    for file in files:
-        try:
-            tensors.update(load_file(file))
-        except (OSError, SafetensorError) as error:
-            raise ModelFolderError(f"{file} can't be read as safetensors: {error}") from None
-    return tensors
