@@ -40,7 +40,7 @@ from farm.errors import UsageError
 from farm.trajectory_codec import decode, encode
 from farm.trajectory_open import SUFFIX, TornFileError, file_name, pack, unpack
 from farm.trajectory_schema import SCHEMA_VERSION
-from farm.trajectory_shard import digest_of, episode_ids, load_shard, read_batches, read_columns, write_shard
+from farm.trajectory_shard import digest_of, load_shard, read_batches, read_columns, write_shard
 from farm.types import Cursor, Shard, Trajectory
 
 FORMAT = "rollout-farm trajectory log"
@@ -137,7 +137,7 @@ class DirectoryLog:
         if number is None or number < seen:
             return number is not None
         names = ["attempt", "worker", "started_at_s", "ended_at_s"]
-        rows = read_columns(Path(self._sealed.shards()[number].path), ["episode_id", *names])
+        rows = read_columns(Path(self._sealed.shards[number].path), ["episode_id", *names])
         mine = {"episode_id": trajectory.episode_id, **{name: getattr(trajectory, name) for name in names}}
         return mine not in rows
 
@@ -230,7 +230,7 @@ class DirectoryLog:
 
     def shards(self, since: int = 0) -> Sequence[Shard]:
         """The sealed shards from number ``since`` on."""
-        return self._sealed.new_shards()[since:]
+        return self._sealed.shards[since : self._sealed.refresh()]
 
     def find(self, episode_id: str) -> Trajectory | None:
         """The trajectory of a landed episode, sealed or not; None when it has not landed."""
@@ -299,37 +299,26 @@ def _write_bytes(data: bytes, file: BinaryIO) -> None:
 
 
 class _SealedIndex:
-    """What is in the shards, read once each. Thread-safe."""
+    """What is in the shards, looked up once each. Thread-safe."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._lock = threading.Lock()
-        self._shards: list[Shard] = []
         self._number_of: dict[str, int] = {}
-        self._indexed = 0
+        self.shards: list[Shard] = []
         self.ids: frozenset[str] = frozenset()
 
-    def new_shards(self) -> list[Shard]:
-        """All shards, after a look for new ones (one ``stat`` when there is none)."""
-        with self._lock:
-            while (shard := load_shard(self._folder, len(self._shards))) is not None:
-                self._shards.append(shard)
-            return list(self._shards)
-
     def refresh(self) -> int:
-        """Take in the ids of new shards; returns the number of shards."""
-        shards = self.new_shards()
+        """Take in new shards (one ``stat`` when there is none); returns the number of shards."""
         with self._lock:
-            if self._indexed < len(shards):
-                for shard in shards[self._indexed :]:
-                    for episode_id in episode_ids(Path(shard.path)):
-                        self._number_of.setdefault(episode_id, shard.number)
-                self._indexed = len(shards)
+            before = len(self.shards)
+            while (found := load_shard(self._folder, len(self.shards))) is not None:
+                shard, episodes = found
+                self._number_of.update(dict.fromkeys(episodes, shard.number))
+                self.shards.append(shard)
+            if len(self.shards) > before:
                 self.ids = frozenset(self._number_of)
-            return self._indexed
-
-    def shards(self) -> list[Shard]:
-        return self._shards
+            return len(self.shards)
 
     def shard_of(self, episode_id: str) -> int | None:
         return self._number_of.get(episode_id)

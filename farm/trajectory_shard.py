@@ -1,14 +1,15 @@
-"""Sealed shards: ``shard-00000012.parquet`` with, beside it, ``shard-00000012.json`` (rows, bytes, SHA-256).
+"""Sealed shards: ``shard-00000012.parquet`` and, beside it, ``shard-00000012.json`` (bytes, SHA-256, episode ids).
 
-The Parquet file alone is the truth: it exists once it is whole (Rule 2). The sidecar only spares readers the hashing;
-it is put in place *before* its shard, and made up for when somebody copied the Parquet files alone.
+The Parquet file alone is the truth: it exists once it is whole (Rule 2). The sidecar spares readers the hashing, and
+workers the opening of every shard to know what has landed; it is put in place *before* its shard, and made up for when
+somebody copied the Parquet files alone.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -123,7 +124,13 @@ def write_shard(folder: Path, number: int, table: pa.Table, *, disk: Disk) -> Sh
                 bytes=done[0].bytes,
                 digest=done[0].sha256.hexdigest(),
             )
-            sidecar = {"number": number, "rows": shard.rows, "bytes": shard.bytes, "sha256": shard.digest}
+            sidecar = {
+                "number": number,
+                "rows": shard.rows,
+                "bytes": shard.bytes,
+                "sha256": shard.digest,
+                "episodes": table.column("episode_id").to_pylist(),
+            }
             write_json(path.with_suffix(".json"), sidecar, disk=disk)
             disk.rename(temporary, path)
             disk.sync_folder(folder)
@@ -132,8 +139,8 @@ def write_shard(folder: Path, number: int, table: pa.Table, *, disk: Disk) -> Sh
     return shard
 
 
-def load_shard(folder: Path, number: int) -> Shard | None:
-    """What is known of shard ``number``; None when it has not been sealed."""
+def load_shard(folder: Path, number: int) -> tuple[Shard, Sequence[str]] | None:
+    """Shard ``number`` and its episode ids in the order of its rows; None when it has not been sealed."""
     path = shard_path(folder, number)
     try:
         size = path.stat().st_size
@@ -141,26 +148,19 @@ def load_shard(folder: Path, number: int) -> Shard | None:
         return None
     try:
         sidecar = json.loads(path.with_suffix(".json").read_text())
-        rows, digest = int(sidecar["rows"]), str(sidecar["sha256"])
-        known = int(sidecar["bytes"]) == size
+        digest, episodes = str(sidecar["sha256"]), list(sidecar["episodes"])
+        known = sidecar["bytes"] == size
     except (OSError, ValueError, KeyError, TypeError):
         known = False
     if not known:
-        rows, digest = _open(path).metadata.num_rows, digest_of(path)
-    return Shard(number=number, path=str(path), rows=rows, bytes=size, digest=digest)
+        digest, episodes = digest_of(path), [row["episode_id"] for row in read_columns(path, ["episode_id"])]
+    return Shard(number=number, path=str(path), rows=len(episodes), bytes=size, digest=digest), episodes
 
 
 def digest_of(path: Path) -> str:
     """SHA-256 of a file, as ``sha256sum`` prints it."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def episode_ids(path: Path) -> list[str]:
-    """The ids of a shard's rows, in order."""
-    with _corruption(path):
-        ids: list[str] = _open(path).read(["episode_id"], use_threads=False).column(0).to_pylist()
-    return ids
 
 
 def read_columns(path: Path, names: list[str]) -> list[dict[str, Any]]:
