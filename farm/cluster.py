@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import importlib
 import logging
+import signal
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,6 +36,10 @@ _NOISY_LOGGERS = ("distributed", "distributed.scheduler", "distributed.nanny", "
 _CLOSE_S = 20.0
 _GATHER_WINDOW_S = 0.005
 _GATHER_S = 60.0
+_CANCEL_S = 10.0
+_START_S = 180.0
+
+_log = logging.getLogger(__name__)
 
 SETTINGS: Mapping[str, Any] = {
     "distributed.scheduler.worker-saturation": 1.0,  # a worker holds only what it runs: a drain moves nothing
@@ -111,7 +116,10 @@ class Cluster(Protocol):
         ...
 
     def submit(self, attempt: Attempt) -> None: ...
-    async def cancel(self, episode_id: str, number: int) -> None: ...
+    async def cancel(self, episode_id: str, number: int) -> None:
+        """Ask for the end of an attempt, best effort; its event tells when it has ended."""
+        ...
+
     async def scale(self, workers: int) -> Size:
         """Go towards ``workers`` without killing a running episode; call again until it is reached."""
         ...
@@ -134,6 +142,8 @@ class EpisodesPlugin(WorkerPlugin):
         self.options = dict(options)
 
     def setup(self, worker: Worker) -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the driver, which drains
         self.running: dict[str, asyncio.Task[Any]] = {}
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, name="episodes", daemon=True)
@@ -324,8 +334,12 @@ class DaskCluster:
 
     async def cancel(self, episode_id: str, number: int) -> None:
         key = attempt_key(episode_id, number)
-        if key in self._followers:
-            await asyncio.wait_for(self._client.run(cancel_attempt, key=key, on_error="ignore"), timeout=10.0)
+        if key not in self._followers:
+            return
+        try:
+            await asyncio.wait_for(self._client.run(cancel_attempt, key=key, on_error="ignore"), timeout=_CANCEL_S)
+        except (TimeoutError, OSError) as error:  # its worker is gone or stuck: then its lease ends it
+            _log.warning("%s could not be cancelled (%s)", key, type(error).__name__)
 
     async def scale(self, workers: int) -> Size:
         plan = await asyncio.wait_for(self._client.scheduler.farm_plan(want=workers), timeout=30.0)
@@ -381,7 +395,7 @@ async def start_cluster(config: ClusterConfig, *, workers: int, runner: str, opt
     try:
         client = await Client(local, asynchronous=True, set_as_default=True)
         await _install(client, runner=runner, options=options)
-        await asyncio.wait_for(client.wait_for_workers(workers), timeout=60.0)
+        await _wait_for_workers(client, workers)
     except BaseException:
         await local.close()
         scratch.cleanup()
@@ -407,11 +421,20 @@ async def _join(config: ClusterConfig, *, runner: str, options: Mapping[str, Any
         ) from None
     try:
         await _install(client, runner=runner, options=options)
-        await asyncio.wait_for(client.wait_for_workers(1), timeout=60.0)
-    except TimeoutError:
+        await _wait_for_workers(client, 1)
+    except BaseException:
         await client.close()
-        raise FarmError(f"{config.address}: no worker joined the scheduler within 60 s", kind="no_workers") from None
+        raise
     return DaskCluster(client, None, None)
+
+
+async def _wait_for_workers(client: Client, count: int) -> None:
+    try:
+        await asyncio.wait_for(client.wait_for_workers(count), timeout=_START_S)
+    except TimeoutError:
+        raise FarmError(
+            f"{client.scheduler.address}: {count} workers did not join within {_START_S:g} s", kind="no_workers"
+        ) from None
 
 
 async def _install(client: Client, *, runner: str, options: Mapping[str, Any]) -> None:

@@ -254,7 +254,15 @@ class LandDropped:
     next_number: int
 
 
-Command = Run | Cancel | LandFailed | LandDropped
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forget:
+    """The cluster never confirmed the end of a cancelled attempt: free what is held for it."""
+
+    episode_id: str
+    number: int
+
+
+Command = Run | Cancel | Forget | LandFailed | LandDropped
 
 # --------------------------------------------------------------------------------------------- state
 
@@ -449,6 +457,7 @@ class Dispatcher:
             if flight.cancelled:
                 # The cluster has not confirmed the end for a whole further lease: do not lose the slot for ever.
                 del self._flights[episode_id, number]
+                commands.append(Forget(episode_id=episode_id, number=number))
                 continue
             # Cancelled, but still in flight: it holds its slot until the cluster says that it has ended.
             self._cancel(episode_id, number, flight, now_s, commands)

@@ -23,7 +23,7 @@ from farm.engine.launch import EngineOptions, EngineProcess, launch_engine
 from farm.errors import EngineError, FarmError
 from farm.farm_state import ProcessId
 from farm.pool import EnginePool, PoolEvent
-from farm.service import Placement
+from farm.service import Placement, until_first_ends
 from farm.types import PolicyVersion
 
 _WATCH_S = 0.2
@@ -110,10 +110,7 @@ class Fleet:
         return found
 
     async def supervise(self) -> None:
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._pool.supervise())
-            for slot in self._slots:
-                group.create_task(self._keep_alive(slot))
+        await until_first_ends(self._pool.supervise(), *(self._keep_alive(slot) for slot in self._slots))
 
     # -- processes ------------------------------------------------------------------------------------
 

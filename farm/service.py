@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,6 +30,7 @@ from farm.dispatch import (
     DispatchEvent,
     DispatchPolicy,
     Drain,
+    Forget,
     LandDropped,
     Landed,
     LandFailed,
@@ -40,7 +41,6 @@ from farm.dispatch import (
     Unissued,
 )
 from farm.elastic import EngineView, FlightRules, FlightState, WorkerRange, WorkerState, next_flights, next_workers
-from farm.errors import FarmError
 from farm.farm_state import ProcessId, write_status
 from farm.policy_log import PolicyLog
 from farm.protocols import SandboxProvider
@@ -156,7 +156,6 @@ class Farm:
         )
         self._workers = WorkerState(target=minimum)
         self._flights = FlightState(target=parts.config.cluster.slots * minimum)
-        self._attempts: dict[tuple[str, int], Attempt] = {}
         self._returned: dict[str, Trajectory] = {}
         self._jobs: set[asyncio.Task[None]] = set()
         self._job_error: BaseException | None = None
@@ -201,35 +200,27 @@ class Farm:
                 self._on_policy(latest)
         self._state = "draining" if self._draining else "running"
         background = [
-            asyncio.create_task(self._every(_SCALE_S, self._scale), name="scale"),
-            asyncio.create_task(self._every(_SEAL_CHECK_S, self._seal_if_due), name="seal"),
-            asyncio.create_task(self._every(_STATUS_S, self._publish_status), name="status"),
-            asyncio.create_task(self._every(_SWEEP_S, self._sweep), name="sweep"),
+            self._every(_SCALE_S, self._scale),
+            self._every(_SEAL_CHECK_S, self._seal_if_due),
+            self._every(_STATUS_S, self._publish_status),
+            self._every(_SWEEP_S, self._sweep),
         ]
         if parts.fleet is not None:
-            background.append(asyncio.create_task(parts.fleet.supervise(), name="engines"))
+            background.append(parts.fleet.supervise())
         if parts.policies is not None:
-            background.append(asyncio.create_task(self._follow_policies(parts.policies), name="policies"))
-        loop = asyncio.create_task(self._loop(), name="dispatch")
+            background.append(self._follow_policies(parts.policies))
         try:
-            await asyncio.wait({loop, *background}, return_when=asyncio.FIRST_COMPLETED)
-            for task in (loop, *background):
-                if task.done():
-                    task.result()  # a part that broke breaks the farm, loudly
-            if not loop.done():
-                raise FarmError("a background part of the farm ended by itself")
+            # What runs beside the loop never ends by itself, and what breaks there breaks the farm, loudly.
+            await until_first_ends(self._loop(), *background)
             await self._finish_jobs()
         except BaseException:
             self._state = "failed"
             raise
+        else:
+            self._state = "stopped" if self._draining or self._stop.is_set() else "finished"
         finally:
-            for task in (loop, *background):
-                task.cancel()
-            await asyncio.gather(loop, *background, return_exceptions=True)
             await self._finish_jobs(raising=False)
             await asyncio.to_thread(parts.log.seal)
-            if self._state not in {"failed"}:
-                self._state = "stopped" if (self._draining or self._stop.is_set()) else "finished"
             await self._publish_status()
 
     # -- the loop -------------------------------------------------------------------------------------
@@ -267,6 +258,8 @@ class Farm:
                 self._issue(command)
             case Cancel():
                 self._job(self._parts.cluster.cancel(command.episode_id, command.number))
+            case Forget():
+                self._end_attempt((command.episode_id, command.number))
             case LandFailed():
                 failure = command.failure
                 outcome = Failed(boundary=failure.boundary, kind=failure.kind, message=failure.message, retryable=False)
@@ -312,14 +305,10 @@ class Farm:
             queued_at_s=command.queued_at_s,
             prior=command.prior,
         )
-        self._attempts[key] = attempt
         self._parts.cluster.submit(attempt)
 
     def _on_cluster(self, event: Finished | Lost) -> None:
-        key = (event.episode_id, event.number)
-        self._attempts.pop(key, None)
-        if self._parts.fleet is not None:
-            self._parts.fleet.release(key)
+        self._end_attempt((event.episode_id, event.number))
         if isinstance(event, Lost):
             if event.kind == "defect":
                 self._on_failed(event, Boundary.FARM, "defect", event.message, event.worker, retryable=True)
@@ -352,6 +341,10 @@ class Farm:
                     started_at_s=returned.trajectory.started_at_s,
                 )
                 self._returned.pop(event.episode_id, None)
+
+    def _end_attempt(self, key: tuple[str, int]) -> None:
+        if self._parts.fleet is not None:
+            self._parts.fleet.release(key)
 
     def _on_failed(
         self,
@@ -538,6 +531,19 @@ class _Tally:
 
 def _mean(values: deque[float] | deque[int]) -> float | None:
     return sum(values) / len(values) if values else None
+
+
+async def until_first_ends(*works: Coroutine[Any, Any, None]) -> None:
+    """Run all until one ends, cancel the others, raise what it raised."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()
 
 
 # ------------------------------------------------------------------------------- remembered failures

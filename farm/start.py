@@ -106,6 +106,7 @@ async def running_farm(
         log = DirectoryLog(run.trajectories)
         stack.callback(log.close)
         await asyncio.to_thread(log.seal)
+        stack.push_async_callback(asyncio.to_thread, log.seal)  # what landed while the cluster was closing
         provider = make_provider(config.sandbox.provider)
         await provider.sweep(now_s=time.time())
         policies: PolicyLog | None = None

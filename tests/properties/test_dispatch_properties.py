@@ -20,6 +20,7 @@ from farm.dispatch import (
     Drain,
     EndlessPlan,
     FinitePlan,
+    Forget,
     LandDropped,
     Landed,
     LandFailed,
@@ -112,6 +113,8 @@ class Simulation:
                     assert len(self.opened) <= self.consumed + lead, "staleness bound"
             case Cancel():
                 self.cancelled.add((command.episode_id, command.number))  # it still ends by an event of its own
+            case Forget():
+                raise AssertionError("the cluster confirms every end within a lease here")
             case LandFailed():
                 assert command.episode.id not in self.rows
                 assert command.failure.attempt not in {f.attempt for f in command.prior}

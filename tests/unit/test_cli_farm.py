@@ -46,7 +46,7 @@ def policy(folder: Path) -> Path:
 def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys, farm.cli; "
-        "heavy = {'torch', 'distributed', 'dask', 'pydantic', 'pyarrow', 'rich', 'aiohttp', 'transformers', 'asyncio'}; "
+        "heavy = {'torch', 'distributed', 'dask', 'pydantic', 'pyarrow', 'rich', 'aiohttp', 'transformers'}; "
         "print(sorted(heavy & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -125,7 +125,7 @@ def test_run_folders_that_are_not_ours(tmp_path: Path) -> None:
     assert "thesis.tex" in refused(*start, str(foreign))
     other = RunFolder.create(tmp_path / "other", {}).path
     (other / "run.json").write_text(json.dumps({"format": "rollout-farm run", "schema_version": 99}))
-    for arguments in (start + (str(other),), ("up", "--run", str(other)), ("status", str(other)), ("down", str(other))):
+    for arguments in ((*start, str(other)), ("up", "--run", str(other)), ("status", str(other)), ("down", str(other))):
         assert "schema version 99" in refused(*arguments)
     assert "is not a rollout-farm run" in refused("status", str(tmp_path / "none"))
 

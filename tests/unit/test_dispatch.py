@@ -11,6 +11,7 @@ from farm.dispatch import (
     DispatchPolicy,
     EndlessPlan,
     FinitePlan,
+    Forget,
     LandDropped,
     Landed,
     LandFailed,
@@ -112,6 +113,16 @@ def test_a_lease_that_runs_out_is_cancelled_and_issued_again_and_the_late_one_ma
     assert [(c.episode_id, c.number) for c in late if isinstance(c, Cancel)] == [(first, 2)]
     assert dispatcher.handle(Landed(episode_id=first, attempt=2), now_s=102.0) == []
     assert dispatcher.counts().landed == 1
+
+
+def test_an_end_that_is_never_confirmed_does_not_hold_its_slot_for_ever() -> None:
+    dispatcher, (first, second) = start(2)
+    dispatcher.handle(Landed(episode_id=second.episode.id, attempt=1), now_s=0.0)
+    dispatcher.handle(Capacity(slots=1), now_s=0.0)
+    dispatcher.handle(Tick(), now_s=100.0)
+    commands = dispatcher.handle(Tick(), now_s=200.0)
+    assert Forget(episode_id=first.episode.id, number=1) in commands
+    assert dispatcher.in_flight <= 1
 
 
 def test_what_could_not_be_placed_keeps_its_number_and_budget() -> None:
