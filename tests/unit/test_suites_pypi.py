@@ -23,7 +23,7 @@ FILES = {
     "PKG-INFO": b"Name: pkg\n",
     "tests/__init__.py": b"",
     "tests/conftest.py": b"# no newline at the end",
-    "tests/test_core.py": b"from pkg import core as c\n\ndef test_f(): assert c.f(1) == 2\n\ndef test_g(): assert c.g(1) == 2\n",
+    "tests/test_core.py": b"def test_f(): ...\n\n\ndef test_g(): ...\n",
     "tests/test_other.py": b"def test_o(): pass\n",
     "tests/data.bin": b"\0\1",
 }
