@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farm.errors import UsageError
+from trainer.config import TrainerConfig, batch_rules, load_config
+from trainer.group import BatchRules
+
+ROLLOUT = {"mode": "async", "groups_per_step": 16, "min_attempts": 6, "max_staleness": 2, "purpose": "rl"}
+
+
+def test_file_then_sets(tmp_path: Path) -> None:
+    path = tmp_path / "t.toml"
+    path.write_text("[trainer]\nlr = 1e-3\nseed = 5\n")
+    config = load_config(path, sets=["lr=3e-4"])
+    assert (config.lr, config.seed) == (3e-4, 5)
+    path.write_text("lr = 1e-3\n")
+    assert load_config(path).lr == 1e-3
+
+
+def test_warm_up_is_linear_then_constant() -> None:
+    config = TrainerConfig(lr=0.4, warmup_steps=3)
+    assert [config.learning_rate(s) for s in (0, 1, 2, 3, 99)] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4])
+    assert TrainerConfig(lr=0.4, warmup_steps=0).learning_rate(0) == 0.4
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learn_rate=1", r"learn_rate: unknown key; .*allowed: checkpoint_every"),
+        ("clip_hi=1", "did you mean 'clip_high'"),
+        ("lr=-1", "lr: given -1, but"),
+        ("lr", "must be key=value"),
+        ("lr=fast", "not a TOML value"),
+        ("checkpoint_every=0", "checkpoint_every: given 0"),
+    ],
+)
+def test_wrong_settings_are_one_clear_line(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        load_config(sets=[text])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("content", "message"), [("lr = ", "not valid TOML"), ("trainer = 3", "must be a table")])
+def test_wrong_files_are_one_clear_line(content: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "t.toml"
+    path.write_text(content)
+    with pytest.raises(UsageError, match=message):
+        load_config(path)
+    with pytest.raises(UsageError, match="no such configuration file"):
+        load_config(tmp_path / "none.toml")
+
+
+def test_rules_come_from_the_run() -> None:
+    got = batch_rules({"rollout": ROLLOUT}, where="x")
+    assert got == BatchRules(groups_per_step=16, min_attempts=6, max_staleness=2)
+    got = batch_rules({"rollout": ROLLOUT | {"mode": "sync"}}, where="x")
+    assert got == BatchRules(groups_per_step=16, min_attempts=6, max_staleness=0, wait_for_all=True)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"rollout": {}}, {"rollout": ROLLOUT | {"groups_per_step": 0}}, {"rollout": ROLLOUT | {"purpose": "eval"}}],
+)
+def test_a_run_that_nobody_can_train_on_is_refused(config: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=r"run/config\.json"):
+        batch_rules(config, where="run/config.json")
