@@ -39,7 +39,7 @@ _README = """# A run of Rollout Farm
 
 Look into it:
 
-    farm replay --run . EPISODE
+    farm replay . EPISODE
     duckdb -c "SELECT oldest_step, avg(reward), count(*) FROM 'trajectories/shard-*.parquet' GROUP BY ALL ORDER BY 1"
 
 Start the farm or the trainer again with this folder and the run goes on: nothing that has landed is lost or done twice.

@@ -169,7 +169,7 @@ def _one_process(folder: Path, disk: Disk, landed: list[str]) -> None:
             log.seal()
 
 
-@pytest.mark.parametrize(("torn", "lost"), [(0, 0), (1, 1), (5000, 3), (0, 100)])
+@pytest.mark.parametrize(("torn", "lost"), [(0, 0), (1, 1), (5000, 100)])
 def test_a_process_dies_at_each_of_its_steps(tmp_path: Path, torn: int, lost: int) -> None:
     for step in count():
         folder, stash = tmp_path / f"log{step}", tmp_path / f"stash{step}"
@@ -282,7 +282,7 @@ PLANS = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=4), min_size=1
 
 
 @given(plans=PLANS, seals=st.integers(0, 3), data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_any_interleaving_with_any_deaths(plans: list[list[int]], seals: int, data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as place:
         folder, stash = Path(place) / "log", Path(place) / "stash"

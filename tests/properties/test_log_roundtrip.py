@@ -114,7 +114,7 @@ _SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
 @given(rows=ROWS, data=st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=_SLOW)
+@settings(max_examples=30, deadline=None, suppress_health_check=_SLOW)
 def test_rows_and_slices_of_a_batch_come_back(rows: Sequence[Trajectory], data: st.DataObject) -> None:
     batch = encode(rows)
     batch.validate(full=True)
@@ -125,7 +125,7 @@ def test_rows_and_slices_of_a_batch_come_back(rows: Sequence[Trajectory], data: 
 
 
 @given(rows=ROWS)
-@settings(max_examples=12, deadline=None, suppress_health_check=_SLOW)
+@settings(max_examples=8, deadline=None, suppress_health_check=_SLOW)
 def test_rows_come_back_from_a_sealed_log_in_order(rows: Sequence[Trajectory]) -> None:
     with tempfile.TemporaryDirectory() as folder, DirectoryLog(folder) as log:
         assert log.append_many(rows) == [True] * len(rows)
@@ -135,7 +135,7 @@ def test_rows_come_back_from_a_sealed_log_in_order(rows: Sequence[Trajectory]) -
 
 
 @given(trajectory=TRAJECTORIES, data=st.data())
-@settings(max_examples=40, deadline=None, suppress_health_check=_SLOW)
+@settings(max_examples=25, deadline=None, suppress_health_check=_SLOW)
 def test_an_open_file_is_whole_or_known_to_be_torn(trajectory: Trajectory, data: st.DataObject) -> None:
     whole = pack(encode([trajectory]))
     assert decode(unpack(whole)) == [trajectory]
