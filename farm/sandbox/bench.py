@@ -8,6 +8,7 @@ from pathlib import Path
 
 from farm.protocols import Sandbox, SandboxSpec
 from farm.sandbox.bubblewrap import BubblewrapProvider
+from farm.sandbox.state import read_record, record_path, state_directory
 
 _EXECS = 5  # commands measured in each sandbox
 
@@ -16,7 +17,7 @@ def measure(n: int) -> dict[str, list[float]]:
     """Start ``n`` sandboxes one after the other (after one that is not counted).
 
     ``start_ms``: from ``open`` until the first command is done, wall clock; ``start_cpu_ms``: CPU of this process, the
-    launcher and the sandbox for it; ``exec_ms``: one further ``true``; ``stop_ms``: until all of it is gone.
+    launcher, bwrap and the sandbox for it; ``exec_ms``: one further ``true``; ``stop_ms``: until all of it is gone.
     """
     return asyncio.run(_measure(n))
 
@@ -30,7 +31,9 @@ async def _measure(n: int) -> dict[str, list[float]]:
         async with provider.open(spec) as sandbox:
             await sandbox.exec("true", timeout_s=10)
             start_ms = (time.perf_counter() - started) * 1e3
-            cpu_ms = (_cpu_s(provider) - cpu + await sandbox.cpu_s()) * 1e3
+            bwrap = read_record(record_path(state_directory(), sandbox.id))
+            inside_s = await sandbox.cpu_s() + (_process_cpu_s(bwrap.process.pid) if bwrap else 0.0)
+            cpu_ms = (_cpu_s(provider) - cpu + inside_s) * 1e3
             execs = [await _exec_ms(sandbox) for _ in range(_EXECS)]
             stopping = time.perf_counter()
         if number:
@@ -49,7 +52,9 @@ async def _exec_ms(sandbox: Sandbox) -> float:
 
 def _cpu_s(provider: BubblewrapProvider) -> float:
     """CPU seconds of this process and the launcher."""
-    launcher = 0
-    if provider.launcher_pid is not None:
-        launcher = int(Path(f"/proc/{provider.launcher_pid}/schedstat").read_text().split()[0])
-    return time.process_time() + launcher / 1e9
+    launcher = provider.launcher_pid
+    return time.process_time() + (_process_cpu_s(launcher) if launcher is not None else 0.0)
+
+
+def _process_cpu_s(pid: int) -> float:
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9

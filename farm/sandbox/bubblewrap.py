@@ -25,11 +25,11 @@ from typing import Any, NoReturn, TypeVar
 from farm.errors import SandboxLostError, SandboxStartError, UsageError
 from farm.protocols import ExecResult, Sandbox, SandboxSpec
 from farm.sandbox import command_server, rootfs, seccomp
-from farm.sandbox.cgroup import Cgroups, cpu_usage_file, find_cgroups, plan, read_cpu_s
+from farm.sandbox.cgroup import Cgroups, find_cgroups, plan
 from farm.sandbox.channel import Channel, Closed
 from farm.sandbox.launch import LauncherLost, LauncherSlot
+from farm.sandbox.launcher import HELD
 from farm.sandbox.state import (
-    GROUP_PREFIX,
     kill,
     orphaned_groups,
     read_record,
@@ -140,7 +140,7 @@ class BubblewrapProvider:
 
     def _sweep(self, now_s: float) -> int:
         removed = sweep(self._directory, now_s=now_s)
-        remove_groups(orphaned_groups({place.parent for place in self._cgroups.places.values()}))
+        remove_groups(orphaned_groups(set(self._cgroups.places.values())))
         return removed
 
     async def _start(self, spec: SandboxSpec) -> BubblewrapSandbox:
@@ -149,15 +149,14 @@ class BubblewrapProvider:
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its:
             try:
-                launcher_pid = await self._slot.start(self._request(sandbox_id, spec, extra), its, timeout_s=_START_S)
+                await self._slot.start(self._request(sandbox_id, spec, extra), its, timeout_s=_START_S)
             except (OSError, LauncherLost) as error:
                 mine.close()
                 raise SandboxStartError(f"the launcher does not answer: {error}", kind="launcher") from error
             except BaseException:
                 mine.close()
                 raise
-        usage = cpu_usage_file(self._cgroups, f"{GROUP_PREFIX}-{launcher_pid}-{sandbox_id}")
-        sandbox = BubblewrapSandbox(sandbox_id, spec, Channel(mine), record_path(self._directory, sandbox_id), usage)
+        sandbox = BubblewrapSandbox(sandbox_id, spec, Channel(mine), record_path(self._directory, sandbox_id))
         try:
             await sandbox.ready()
         except BaseException:
@@ -202,21 +201,18 @@ class BubblewrapProvider:
             ),
             "uid": secrets.choice(self._uids) if self._uids else None,
             "seccomp": self._stage.seccomp,
-            "groups": [
-                {"parent": group.parent, "home": group.home, "settings": dict(group.settings)} for group in groups
-            ],
+            "groups": [{"parent": group.parent, "settings": dict(group.settings)} for group in groups],
         }
 
 
 class BubblewrapSandbox:
     """A running sandbox; made by :class:`BubblewrapProvider` only."""
 
-    def __init__(self, sandbox_id: str, spec: SandboxSpec, channel: Channel, record: Path, usage: Path | None) -> None:
+    def __init__(self, sandbox_id: str, spec: SandboxSpec, channel: Channel, record: Path) -> None:
         self._id = sandbox_id
         self._spec = spec
         self._channel = channel
         self._record = record
-        self._usage = usage
         self._cpu_s = 0.0
         self._lock = asyncio.Lock()
         self._lost: tuple[str, str] | None = None  # message, kind
@@ -228,13 +224,23 @@ class BubblewrapSandbox:
     async def ready(self) -> None:
         """Wait for the command server. Raises ``SandboxStartError`` with what bwrap had to say."""
         said = ""
+        missing = 2  # the server's word and the launcher's
         until = time.monotonic() + _START_S
         try:
-            while (frame := await self._channel.receive(timeout_s=until - time.monotonic())) != b"R":
-                if not frame.startswith(b"X{"):
+            while missing:
+                frame = await self._channel.receive(timeout_s=until - time.monotonic())
+                cpu_s = command_server.parse_ready(frame)
+                if cpu_s is not None:
+                    self._cpu_s = cpu_s
+                    missing -= 1
+                elif frame == HELD:
+                    missing -= 1
+                elif frame.startswith(b"X{"):
+                    said += "its deadline has passed" if json.loads(frame[1:])["overdue"] else ""
+                else:
                     said += frame.decode(errors="replace")
         except Closed:
-            raise SandboxStartError(f"bwrap failed: {said.strip()[:500] or 'no message'}", kind="bwrap") from None
+            raise SandboxStartError(f"it ended: {said.strip()[:500] or 'no message'}", kind="bwrap") from None
         except TimeoutError:
             raise SandboxStartError(f"no answer in {_START_S:g} s: {said.strip()[:500]}", kind="timeout") from None
 
@@ -287,15 +293,12 @@ class BubblewrapSandbox:
         return b"".join(parts)
 
     async def cpu_s(self) -> float:
-        if self._usage is not None:
-            with contextlib.suppress(OSError):
-                self._cpu_s = read_cpu_s(self._usage)
+        """Of the command server and of all processes that have ended, as of the last command."""
         return self._cpu_s
 
     async def close(self) -> None:
         """End everything and wait until it is gone: first by asking, then by force, then it is the sweeper's."""
         try:
-            await self.cpu_s()
             self._channel.shut()
             if not await self._gone():
                 self._kill()
@@ -341,8 +344,11 @@ class BubblewrapSandbox:
         self._check()
         try:
             await self._channel.send(frame, timeout_s=_FILES_S)
-        except (Closed, TimeoutError):
-            self._fail("the command server takes no requests", kind="lost")
+        except Closed:
+            while True:  # until the launcher says why, or nothing more comes
+                await self._receive(_STOP_S)
+        except TimeoutError:
+            self._fail("the command server takes no requests", kind="unresponsive")
 
     async def _receive(self, timeout_s: float) -> bytes:
         try:

@@ -11,24 +11,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-_WANTED = ("memory", "pids", "cpu", "cpuacct")
+_WANTED = ("memory", "pids", "cpu")
 _PERIOD_US = 100_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """``parent``: directory in which a sandbox's group is made; ``home``: the group this process itself is in."""
-
-    parent: str
-    home: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Cgroups:
-    """Writable controllers. ``version`` 0: none at all. On v2 all places are the same directory."""
+    """``places``: writable controller -> the directory in which a sandbox's group is made (on v2 one for all).
+
+    ``version`` 0: none at all.
+    """
 
     version: int
-    places: Mapping[str, Place]
+    places: Mapping[str, str]
 
     @property
     def counts_memory(self) -> bool:
@@ -40,7 +35,6 @@ class GroupPlan:
     """One directory to make below ``parent``, and the files to set in it."""
 
     parent: str
-    home: str
     settings: Mapping[str, str]
 
 
@@ -52,7 +46,7 @@ def find_cgroups(*, mountinfo: str | None = None, membership: str | None = None)
     for line in membership.splitlines():
         _, names, path = line.split(":", 2)
         own.update(dict.fromkeys(names.split(","), path))
-    places: dict[str, Place] = {}
+    places: dict[str, str] = {}
     unified: tuple[str, str] | None = None
     for line in mountinfo.splitlines():
         before, _, after = line.partition(" - ")
@@ -62,7 +56,7 @@ def find_cgroups(*, mountinfo: str | None = None, membership: str | None = None)
             for name in set(options.split(",")) & set(_WANTED) & set(own):
                 home = _below(point, root, own[name])
                 if _writable(home):
-                    places[name] = Place(parent=home, home=home)
+                    places[name] = home
         elif kind == "cgroup2" and "" in own:
             unified = (point, _below(point, root, own[""]))
     if places:
@@ -78,7 +72,6 @@ def plan(cgroups: Cgroups, *, memory_bytes: int, pids: int, cpus: float) -> list
             "memory": {"memory.limit_in_bytes": str(memory_bytes)},
             "pids": {"pids.max": str(pids)},
             "cpu": {"cpu.cfs_period_us": str(_PERIOD_US), "cpu.cfs_quota_us": quota},
-            "cpuacct": {},
         }
     else:
         settings = {
@@ -87,28 +80,10 @@ def plan(cgroups: Cgroups, *, memory_bytes: int, pids: int, cpus: float) -> list
             "cpu": {"cpu.max": f"{quota} {_PERIOD_US}"},
         }
     merged: dict[str, GroupPlan] = {}
-    for name, place in cgroups.places.items():
-        before = merged[place.parent].settings if place.parent in merged else {}
-        both = {**before, **settings.get(name, {})}
-        merged[place.parent] = GroupPlan(parent=place.parent, home=place.home, settings=both)
+    for name, parent in cgroups.places.items():
+        before = merged[parent].settings if parent in merged else {}
+        merged[parent] = GroupPlan(parent=parent, settings={**before, **settings[name]})
     return list(merged.values())
-
-
-def cpu_usage_file(cgroups: Cgroups, name: str) -> Path | None:
-    """The file that holds the CPU time of the sandbox whose group is called ``name``; None without a controller."""
-    if cgroups.version == 1 and "cpuacct" in cgroups.places:
-        return Path(cgroups.places["cpuacct"].parent, name, "cpuacct.usage")
-    if cgroups.version == 2 and "cpu" in cgroups.places:
-        return Path(cgroups.places["cpu"].parent, name, "cpu.stat")
-    return None
-
-
-def read_cpu_s(path: Path) -> float:
-    """CPU seconds from a file that :func:`cpu_usage_file` named. Raises ``OSError`` once the group is gone."""
-    text = path.read_text()
-    if path.name == "cpuacct.usage":
-        return int(text) / 1e9
-    return int(text.split("usage_usec ", 1)[1].split(None, 1)[0]) / 1e6
 
 
 def _find_v2(point: str, home: str) -> Cgroups:
@@ -119,7 +94,7 @@ def _find_v2(point: str, home: str) -> Cgroups:
         control = Path(parent, "cgroup.subtree_control")
         handed_down = set(control.read_text().split()) & set(_WANTED) if control.exists() else set()
         if "memory" in handed_down:
-            return Cgroups(version=2, places={name: Place(parent=parent, home=home) for name in sorted(handed_down)})
+            return Cgroups(version=2, places=dict.fromkeys(sorted(handed_down), parent))
     return Cgroups(version=0, places={})
 
 

@@ -11,7 +11,7 @@ poll and kill without one helper process. It must withstand the commands it runs
 Frames are whole packets, at most ``MAX_FRAME`` bytes, the first byte is the kind. Host to server:
 ``X`` run, ``K`` stop the running command, ``W`` write files, ``A`` append to files, ``G`` get a file.
 Server to host: ``R`` ready, ``O`` output, ``E`` end of a command, ``w`` written, ``d`` data of a file, ``g`` end of it.
-Text before ``R`` comes from ``bwrap``; ``X`` comes from the launcher, after all is gone.
+Text before ``R`` comes from ``bwrap``; ``L`` and ``X`` come from the launcher: all is set up, all is gone.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ sub get {
 
 open(STDOUT, '>', '/dev/null');
 open(STDERR, '>', '/dev/null');
-answer('R');
+answer('R' . pack('Q>', cpu_us()));
 while (sysread($host, my $frame, 262144)) {
     my $kind = substr($frame, 0, 1, '');
     if ($kind eq 'X') { run(unpack('N2 (N/a)*', $frame)) }
@@ -260,6 +260,11 @@ def write_frames(files: Mapping[str, bytes]) -> Iterator[bytes]:
                 yield b"A" + _packed([name, data[at : at + _PIECE]])
     if batch:
         yield b"W" + b"".join(batch)
+
+
+def parse_ready(frame: bytes) -> float | None:
+    """CPU seconds of the start, when ``frame`` says that the server is ready."""
+    return int.from_bytes(frame[1:], "big") / 1e6 if frame[:1] == b"R" and len(frame) == 9 else None
 
 
 def parse_end(frame: bytes) -> End:

@@ -42,6 +42,7 @@ class LauncherClient:
                 sys.executable, argv, {"PATH": "/usr/bin:/bin"}, file_actions=actions, setsid=True
             )
         mine.setblocking(False)
+        self.lost = False  # takes no more requests
         self._socket = mine
         self.stop = weakref.finalize(self, _stop, mine, self.pid)
 
@@ -58,8 +59,19 @@ class LauncherClient:
                     raise TimeoutError("the launcher takes no requests") from None
                 await asyncio.sleep(_RETRY_S)
             except OSError as error:
-                self.stop()
+                self.lost = True
                 raise LauncherLost(str(error)) from error
+
+    def reaped(self) -> bool:
+        """Has it ended, and is nothing of it left? Doesn't wait."""
+        try:
+            ended = os.waitpid(self.pid, os.WNOHANG)[0] != 0
+        except ChildProcessError:
+            ended = True
+        if ended:
+            self.stop.detach()
+            self._socket.close()
+        return ended
 
 
 class LauncherSlot:
@@ -70,31 +82,36 @@ class LauncherSlot:
         self._mounts = tuple(mounts)
         self._lock = threading.Lock()
         self._client: LauncherClient | None = None
+        self._old: list[LauncherClient] = []  # lost ones, until they are reaped
 
     @property
     def pid(self) -> int | None:
         return self._client.pid if self._client is not None else None
 
-    async def start(self, request: Mapping[str, Any], end: socket.socket, *, timeout_s: float) -> int:
-        """Ask for a sandbox that talks on ``end``; returns its launcher's pid. Raises ``LauncherLost``, ``OSError``."""
+    async def start(self, request: Mapping[str, Any], end: socket.socket, *, timeout_s: float) -> None:
+        """Ask for a sandbox that talks on ``end``. Raises ``LauncherLost``, ``OSError``."""
         try:
-            return await self._start(request, end, timeout_s)
+            await self._start(request, end, timeout_s)
         except LauncherLost:  # it ended for lack of work
-            return await self._start(request, end, timeout_s)
+            await self._start(request, end, timeout_s)
 
     def close(self) -> None:
         with self._lock:
-            if self._client is not None:
-                self._client.stop()
-                self._client = None
+            for client in (self._client, *self._old):
+                if client is not None:
+                    client.stop()
+            self._client, self._old = None, []
 
-    async def _start(self, request: Mapping[str, Any], end: socket.socket, timeout_s: float) -> int:
+    async def _start(self, request: Mapping[str, Any], end: socket.socket, timeout_s: float) -> None:
         with self._lock:
-            if self._client is None or not self._client.stop.alive:
+            if self._client is not None and self._client.lost:
+                self._old.append(self._client)
+                self._client = None
+            self._old = [client for client in self._old if not client.reaped()]
+            if self._client is None:
                 self._client = LauncherClient(self._directory, self._mounts)
             client = self._client
         await client.start(request, end, timeout_s=timeout_s)
-        return client.pid
 
 
 def _stop(control: socket.socket, pid: int) -> None:

@@ -26,6 +26,7 @@ from typing import Any
 
 from farm.sandbox.state import GROUP_PREFIX, Process, Record, remove_groups, start_time, this_process, write_record
 
+HELD = b"L"  # told to the owner when the sandbox is in its groups and on record: only then may it get commands
 SECCOMP_FD = 9  # where bwrap finds its filter
 _CLONE_NEWNS, _MS_BIND, _MS_REC, _MS_PRIVATE = 0x20000, 0x1000, 0x4000, 0x40000
 _IDLE_S = 1.0  # how long it stays without a sandbox
@@ -120,7 +121,6 @@ class Launcher:
 
     def _start(self, request: Mapping[str, Any], fd: int) -> None:
         child = _Child(id=request["id"], socket=fd, deadline_at_s=request["deadline_at_s"])
-        homes: list[str] = []
         try:
             for plan in request["groups"]:
                 group = f"{plan['parent']}/{GROUP_PREFIX}-{os.getpid()}-{child.id}"
@@ -128,29 +128,25 @@ class Launcher:
                 child.groups.append(group)
                 for name, value in plan["settings"].items():
                     _put(f"{group}/{name}", value)
-            for group, plan in zip(child.groups, request["groups"], strict=True):
-                homes.append(plan["home"])
-                _put(f"{group}/cgroup.procs", "0")
             child.pid = self._spawn(request["argv"], request["uid"], request["seccomp"], fd)
         except OSError as error:
             child.final = f"cannot start: {error}".encode()
             self._dying.append(child)
             return
-        finally:
-            for home in homes:  # back home: the next sandbox must not start inside this one's groups
-                _put(f"{home}/cgroup.procs", "0")
         child.handle = os.pidfd_open(child.pid)
+        self._children[child.id] = child
+        self._selector.register(child.handle, selectors.EVENT_READ, lambda: self._exited(child))
+        _attach(child.pid, child.groups)
         record = Record(
             id=child.id,
             owner=request["owner"],
-            deadline_at_s=request["deadline_at_s"],
+            deadline_at_s=child.deadline_at_s,
             process=Process(pid=child.pid, started=start_time(child.pid) or 0),
             owner_process=self._owner,
             groups=tuple(child.groups),
         )
         child.record = write_record(self._directory, record)
-        self._children[child.id] = child
-        self._selector.register(child.handle, selectors.EVENT_READ, lambda: self._exited(child))
+        _say(fd, HELD)
 
     def _spawn(self, argv: list[str], uid: int | None, seccomp: str, fd: int) -> int:
         actions: list[tuple[Any, ...]] = [(os.POSIX_SPAWN_DUP2, fd, n) for n in (0, 1, 2)]
@@ -172,6 +168,7 @@ class Launcher:
         del self._children[child.id]
         facts = {"status": status, "overdue": child.overdue, "oom_kills": _oom_kills(child.groups)}
         child.final = b"X" + json.dumps(facts).encode()
+        _hang_up(child.socket)
         self._dying.append(child)
 
     def _cleared(self, child: _Child) -> bool:
@@ -179,9 +176,34 @@ class Launcher:
             return False
         if child.record is not None:
             child.record.unlink(missing_ok=True)
-        with contextlib.suppress(OSError), socket.socket(fileno=child.socket) as end:
-            end.send(child.final, socket.MSG_DONTWAIT)
+        _say(child.socket, child.final)
+        os.close(child.socket)
         return True
+
+
+def _attach(pid: int, groups: list[str]) -> None:
+    """Put a process and its children into ``groups``: first itself, so that what it forks meanwhile is in them, too.
+
+    The launcher does not step in itself before it spawns: it would then wait for its turn as a member of the sandbox.
+    """
+    for group in groups:
+        with contextlib.suppress(ProcessLookupError):
+            _put(f"{group}/cgroup.procs", str(pid))
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            _attach(int(child), groups)
+
+
+def _hang_up(fd: int) -> None:
+    """Let the command server read the end of file. bwrap was killed, and its child dies with it, unless that was only
+    just being made; then this ends it."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as end:
+        end.shutdown(socket.SHUT_RD)
+
+
+def _say(fd: int, message: bytes) -> None:
+    with contextlib.suppress(OSError):
+        os.write(fd, message)
 
 
 def _put(path: str, value: str) -> None:
