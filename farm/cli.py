@@ -111,7 +111,6 @@ def rollout(
             "limit": limit,
             "purpose": "eval",
             "group_size": attempts,
-            "min_attempts": 1,
         },
     }
     path = run_path or _new_run()
@@ -243,9 +242,10 @@ def _run(run_path: Path, config: FarmConfig, *, show_results: bool) -> None:
     import asyncio
 
     from farm.preflight import prepare
-    from farm.start import open_run, run_farm
 
     prepared = prepare(config)
+    from farm.start import open_run, run_farm  # imports Dask
+
     run = open_run(run_path, config)
     click.echo(f"run folder: {run.path}")
     watch = _watch_live if sys.stdout.isatty() else _watch_plain

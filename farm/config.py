@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -145,20 +146,29 @@ class RolloutConfig(_Section):
     """``mode`` "sync" waits for a whole step's groups before it starts the next (max_staleness is then 0).
 
     ``groups_per_step`` 0: nobody consumes, so no staleness bound. ``min_attempts``: how many graded attempts of a group
-    the trainer needs before it may train on the group."""
+    the trainer needs before it may train on the group (default: three quarters of it)."""
 
     tasks: str = "micro:rl"
     limit: int | None = Field(default=None, ge=1, description="use only the first N tasks")
     purpose: Literal["rl", "eval"] = "rl"
     group_size: int = Field(default=8, ge=1, le=1024)
     groups_per_step: int = Field(default=16, ge=0)
-    max_staleness: int = Field(default=2, ge=0)
-    min_attempts: int = Field(default=2, ge=1)
+    max_staleness: int = Field(default=1, ge=0)
+    min_attempts: int = Field(default=6, ge=1)
     mode: Literal["async", "sync"] = "async"
     temperature: float = Field(default=1.0, ge=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=-1, ge=-1)
     seed: int = Field(default=0, ge=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _enough(cls, given: Any) -> Any:
+        if isinstance(given, Mapping) and "min_attempts" not in given:
+            size = given.get("group_size", 8)
+            if isinstance(size, int):
+                return {**given, "min_attempts": max(1, math.ceil(0.75 * size))}
+        return given
 
     @model_validator(mode="after")
     def _sizes(self) -> RolloutConfig:
@@ -236,7 +246,7 @@ class LogConfig(_Section):
     seal_age_s: float = Field(default=2.0, gt=0)
 
 
-class FaultsConfig(_Section):
+class InjectConfig(_Section):
     """Planned infrastructure failures (a share ``rate`` of all attempts), to measure what the farm does with them."""
 
     rate: float = Field(default=0.0, ge=0, le=1)
@@ -255,7 +265,7 @@ class FarmConfig(_Section):
     limits: LimitsConfig = LimitsConfig()
     retry: RetryConfig = RetryConfig()
     log: LogConfig = LogConfig()
-    faults: FaultsConfig = FaultsConfig()
+    inject: InjectConfig = InjectConfig()
 
     @model_validator(mode="after")
     def _context(self) -> FarmConfig:

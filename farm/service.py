@@ -161,6 +161,7 @@ class Farm:
         self._job_error: BaseException | None = None
         self._tally = _Tally(now=now)
         self._started_at_s = now()
+        self._cpu_before_s = time.process_time()
         self._state = "starting"
         self._stop = asyncio.Event()
         self._draining = False
@@ -477,12 +478,18 @@ class Farm:
             },
             "episodes": {**counts, "landed_before": self._landed_before},
             "recent": self._tally.recent(),
+            "driver_cpu_ms_per_episode": self._cpu_ms_per_episode(),
             "failures": dict(self._tally.failures),
             "policy": None
             if self._policy is None
             else {"step": self._policy.step, "consumed_groups": self._policy.consumed_groups},
             "engines": [] if fleet is None else fleet.status(),
         }
+
+    def _cpu_ms_per_episode(self) -> float | None:
+        """CPU of this process (driver, scheduler, sealing) since it was ready, for each episode that landed."""
+        landed = self._dispatcher.counts().landed
+        return (time.process_time() - self._cpu_before_s) * 1e3 / landed if landed else None
 
     async def _publish_status(self) -> None:
         write_status(self._parts.run, self.status())

@@ -127,8 +127,8 @@ async def running_farm(
             renderer=config.renderer.name,
             grader=config.grader.name,
             model_path=model_path,
-            fault_rate=config.faults.rate,
-            fault_seed=config.faults.seed,
+            fault_rate=config.inject.rate,
+            fault_seed=config.inject.seed,
         )
         cluster = await start_cluster(config.cluster, workers=minimum, runner=RUNNER, options={"options": options})
         stack.push_async_callback(cluster.close)

@@ -143,7 +143,7 @@ class Setting:
 
     def __init__(self, folder: Path, **sections: dict[str, Any]) -> None:
         base: dict[str, Any] = {
-            "rollout": {"purpose": "eval", "group_size": 2, "min_attempts": 1},
+            "rollout": {"purpose": "eval", "group_size": 2},
             "retry": {"delay_s": 0.0, "engine": 2},
             "log": {"seal_rows": 4},
         }

@@ -152,7 +152,7 @@ def test_replay_of_what_is_not_there(tmp_path: Path) -> None:
 def test_two_farms_on_one_folder(tmp_path: Path) -> None:
     given = {
         "agent": {"name": "null"},
-        "rollout": {"tasks": "micro:benchmark", "purpose": "eval", "group_size": 1, "min_attempts": 1},
+        "rollout": {"tasks": "micro:benchmark", "purpose": "eval", "group_size": 1},
     }
     run = open_run(tmp_path / "run", load_config(overrides=given))
     held = FolderLock(run.path / "farm.lock", "farm")

@@ -49,6 +49,12 @@ def test_file_then_sets_then_options(tmp_path: Path) -> None:
     assert config.cluster.span == (1, 4)
 
 
+def test_enough_attempts_follow_the_group_size() -> None:
+    assert parse_config({}).rollout.min_attempts == 6
+    assert parse_config({"rollout": {"group_size": 4}}).rollout.min_attempts == 3
+    assert parse_config({"rollout": {"group_size": 1}}).rollout.min_attempts == 1
+
+
 def test_sync_mode_has_no_staleness() -> None:
     assert parse_config({"rollout": {"mode": "sync", "max_staleness": 3}}).rollout.staleness == 0
 
