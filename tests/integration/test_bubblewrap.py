@@ -397,12 +397,9 @@ def test_the_doctor_finds_nothing_missing() -> None:
     assert all(check.advice for check in found.values() if check.status != "ok")
 
 
-def test_costs_are_measured() -> None:
-    found = measure(2)
-    assert {name: len(values) for name, values in found.items()} == {
-        "start_ms": 2,
-        "start_cpu_ms": 2,
-        "exec_ms": 10,
-        "stop_ms": 2,
-    }
+@pytest.mark.parametrize("concurrent", [1, 3])
+def test_costs_are_measured(concurrent: int) -> None:
+    found = measure(concurrent, concurrent=concurrent)
+    expected = {"start_ms": 1, "start_cpu_ms": 1, "exec_ms": 5, "stop_ms": 1}
+    assert {name: len(values) for name, values in found.items()} == {k: n * concurrent for k, n in expected.items()}
     assert all(value > 0 for values in found.values() for value in values)
