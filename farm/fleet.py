@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -46,12 +46,40 @@ class _Slot:
     failures: int = 0
 
 
+class Retractions:
+    """Retractions for want of KV. A policy update pauses an engine by retracting what runs there, and those say nothing
+    about its KV: what an engine counted up to its first load after an update is left out."""
+
+    def __init__(self) -> None:
+        self._updated_at_s: dict[str, float] = {}
+        self._seen: dict[str, int] = {}
+        self._for_want_of_kv = 0
+
+    def updated(self, url: str, at_s: float) -> None:
+        self._updated_at_s[url] = at_s
+
+    def total(self, loads: Mapping[str, tuple[float, int]]) -> int:
+        """``loads``: URL -> (when it was looked at, retractions it has counted). Never falls."""
+        for url, (seen_at_s, retracted) in loads.items():
+            updated_at_s = self._updated_at_s.get(url)
+            if updated_at_s is not None and seen_at_s < updated_at_s:
+                continue  # looked at before the update: the next look tells
+            more = retracted - self._seen.get(url, 0)
+            self._seen[url] = retracted
+            if updated_at_s is not None:
+                del self._updated_at_s[url]
+            elif more > 0:
+                self._for_want_of_kv += more
+        return self._for_want_of_kv
+
+
 class Fleet:
     """Implements ``farm.service.Engines``. Use :func:`start_fleet`."""
 
-    def __init__(self, config: EngineConfig, pool: EnginePool, *, logs: Path) -> None:
+    def __init__(self, config: EngineConfig, *, logs: Path) -> None:
         self._config = config
-        self._pool = pool
+        self._pool = EnginePool(overcommit=config.overcommit, on_event=self._on_event)
+        self._retractions = Retractions()
         self._logs = logs
         self._slots: list[_Slot] = []
 
@@ -71,14 +99,16 @@ class Fleet:
         self._pool.want(version)
 
     def view(self) -> EngineView | None:
-        loads = [state.load for state in self._pool.states() if state.load is not None]
-        if not loads:
+        states = [(state, state.load) for state in self._pool.states() if state.load is not None]
+        if not states:
             return None
+        loads = [load for _, load in states]
+        counted = {state.url: (state.seen_at_s or 0.0, load.retracted_total) for state, load in states}
         return EngineView(
             queued=sum(load.queued for load in loads),
             used_tokens=sum(load.used_tokens for load in loads),
             max_total_tokens=sum(load.max_total_tokens for load in loads),
-            retracted_total=sum(load.retracted_total for load in loads),
+            retracted_total=self._retractions.total(counted),
         )
 
     def status(self) -> list[dict[str, Any]]:
@@ -111,6 +141,12 @@ class Fleet:
 
     async def supervise(self) -> None:
         await until_first_ends(self._pool.supervise(), *(self._keep_alive(slot) for slot in self._slots))
+
+    def _on_event(self, event: PoolEvent) -> None:
+        if event.kind == "live":
+            self._retractions.updated(event.url, event.at_s)
+        with (self._logs / "engines.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(event)) + "\n")
 
     # -- processes ------------------------------------------------------------------------------------
 
@@ -180,22 +216,13 @@ async def start_fleet(config: EngineConfig, *, version: PolicyVersion, logs: Pat
     """Engines on their way to serve ``version``. Nothing is left running when this raises.
 
     When a policy went live on an engine is written to ``logs/engines.jsonl``."""
-    pool = EnginePool(overcommit=config.overcommit, on_event=_event_writer(logs / "engines.jsonl"))
-    fleet = Fleet(config, pool, logs=logs)
+    fleet = Fleet(config, logs=logs)
     try:
         await fleet.start(version)
     except BaseException:
         await fleet.close()
         raise
     return fleet
-
-
-def _event_writer(path: Path) -> Callable[[PoolEvent], None]:
-    def write(event: PoolEvent) -> None:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(event)) + "\n")
-
-    return write
 
 
 def _name(key: tuple[str, int]) -> str:
