@@ -56,6 +56,7 @@ def prepare(config: FarmConfig) -> Prepared:
         for url in config.engine.urls:
             _check_engine(url)
     _check_port(config.cluster.port)
+    _check_scheduler(config.cluster.address)
     make_provider(config.sandbox.provider)
     tasks = load_tasks(config.rollout.tasks, limit=config.rollout.limit)
     if not tasks:
@@ -126,3 +127,17 @@ def _check_port(port: int) -> None:
             raise UsageError(
                 f"cluster.port {port}: can't be used ({error.strerror}); choose a free one, or 0 for any"
             ) from None
+
+
+def _check_scheduler(address: str) -> None:
+    if not address:
+        return
+    host, _, port = address.partition("://")[2].rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_S):
+            return
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"cluster.address {address!r}: nobody answers there ({error}); start a scheduler with 'dask scheduler', or "
+            "leave address empty for a local cluster"
+        ) from None

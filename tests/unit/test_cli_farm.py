@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from farm.cli import main
 from farm.config import load_config
 from farm.durable import FolderLock
+from farm.render.micro_tokenizer import save_tokenizer, train_tokenizer
 from farm.run_folder import RunFolder
 from farm.start import open_run
 
@@ -97,8 +98,15 @@ def test_malformed_policies(tmp_path: Path) -> None:
     assert "holds no *.safetensors" in rollout(run, *tasks)
 
 
-def test_an_engine_that_is_not_there_and_a_port_in_use(tmp_path: Path) -> None:
+def test_servers_that_are_not_there_and_a_port_in_use(tmp_path: Path) -> None:
     run = tmp_path / "run"
+    null = ("--tasks", "micro:benchmark", "--agent", "null", "--set")
+    assert "nobody answers there" in rollout(run, *null, "cluster.address=tcp://127.0.0.1:9")
+    given = ("--set", "engine.kind=sglang", "--set", 'engine.urls=["http://127.0.0.1:9"]')
+    folder = policy(tmp_path / "policy")
+    save_tokenizer(train_tokenizer(["return a + b"]), folder)
+    engine = rollout(run, "--tasks", "micro:benchmark", "--policy", str(folder), *given)
+    assert "no SGLang server answers there" in engine
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -1,0 +1,125 @@
+"""farm/cluster.py on a scheduler that somebody else runs, over TLS: work, drain, leave it running."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from farm.cluster import Finished, start_cluster
+from farm.config import ClusterConfig
+from farm.types import Attempt, Episode, InlineFiles, Task
+
+RUNNER = """
+import asyncio, os
+
+class Runner:
+    def __init__(self, *, worker):
+        self.worker = worker
+    async def run(self, attempt):
+        await asyncio.sleep(0.05)
+        return os.getpid()
+    async def close(self):
+        pass
+"""
+
+# A throw-away certificate authority for this test, made by openssl; one certificate serves every role.
+OPENSSL = """
+openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=test-ca \
+    -keyout ca.key -out ca.pem
+openssl req -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj /CN=test -keyout key.pem -out req.pem
+openssl x509 -req -in req.pem -CA ca.pem -CAkey ca.key -CAcreateserial -days 2 -out cert.pem
+"""
+
+
+def attempt(index: int) -> Attempt:
+    task = Task(
+        instance_id="t",
+        dataset="d",
+        repo="r",
+        base_commit="c",
+        problem_statement="p",
+        patch="",
+        test_patch="",
+        fail_to_pass=(),
+        pass_to_pass=(),
+        eval_script="",
+        log_parser="x",
+        workspace=InlineFiles(files={}),
+    )
+    episode = Episode(task=task, group_id="g", index=index, group_size=64, seed=index)
+    return Attempt(episode=episode, number=1, engine_url="", min_version=0, queued_at_s=0.0)
+
+
+@pytest.fixture
+def scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterConfig]:
+    """A scheduler and one worker of 4 slots, each a process of its own."""
+    (tmp_path / "external_test_runner.py").write_text(RUNNER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    subprocess.run(["bash", "-ec", OPENSSL], cwd=tmp_path, check=True, capture_output=True)
+    tls = ["--tls-ca-file", "ca.pem", "--tls-cert", "cert.pem", "--tls-key", "key.pem"]
+    with ExitStack() as stack:
+        log = stack.enter_context((tmp_path / "scheduler.log").open("w+"))
+        started = stack.enter_context(
+            _process(
+                ["scheduler", "--host", "tls://127.0.0.1", "--port", "0", "--no-dashboard", "--no-show", *tls],
+                tmp_path,
+                log,
+            )
+        )
+        address = None
+        while address is None:
+            assert started.poll() is None, (tmp_path / "scheduler.log").read_text()
+            address = re.search(r"tls://127\.0\.0\.1:\d+", (tmp_path / "scheduler.log").read_text())
+            time.sleep(0.05)
+        worker = ["worker", address[0], "--nthreads", "4", "--no-nanny", "--no-dashboard", "--memory-limit", "0", *tls]
+        stack.enter_context(_process([*worker, "--local-directory", str(tmp_path)], tmp_path, log))
+        yield ClusterConfig(
+            address=address[0],
+            tls_ca=str(tmp_path / "ca.pem"),
+            tls_cert=str(tmp_path / "cert.pem"),
+            tls_key=str(tmp_path / "key.pem"),
+        )
+
+
+class _process:
+    def __init__(self, arguments: list[str], folder: Path, log: object) -> None:
+        command = [sys.executable, "-m", "dask", *arguments]
+        self.popen = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)  # type: ignore[call-overload]
+
+    def __enter__(self) -> subprocess.Popen[bytes]:
+        popen: subprocess.Popen[bytes] = self.popen
+        return popen
+
+    def __exit__(self, *_: object) -> None:
+        self.popen.kill()
+        self.popen.wait()
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make certificates")
+def test_work_on_a_scheduler_of_others_over_tls(scheduler: ClusterConfig) -> None:
+    async def main() -> None:
+        for _ in range(2):  # the second farm finds everything as the first one left it
+            cluster = await start_cluster(scheduler, workers=1, runner="external_test_runner:Runner", options={})
+            try:
+                async with asyncio.timeout(60):
+                    assert cluster.address == scheduler.address
+                    size = await cluster.scale(1)
+                    assert (size.workers, size.slots) == (1, 4)
+                    for index in range(6):
+                        cluster.submit(attempt(index))
+                    events = [await cluster.events.get() for _ in range(6)]
+                    assert all(isinstance(event, Finished) for event in events)
+            finally:
+                await cluster.close()
+
+    asyncio.run(main())
