@@ -14,6 +14,8 @@ import click
 
 from farm.errors import FarmError, UsageError
 
+SHIPPED_POLICY = Path(__file__).parents[1] / "datasets" / "micro" / "base-policy"
+
 _FOLDER = click.Path(path_type=Path)
 
 
@@ -28,21 +30,30 @@ def cli() -> None:
 @click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="One setting, for example --set lr=2e-4.")
 @click.option("--policy", type=_FOLDER, help="Model folder to publish as step 0 when the run has no policy yet.")
 @click.option("--steps", type=click.IntRange(min=1), help="Stop once this policy step is published.")
+@click.option(
+    "--wait", "wait_s", type=click.FloatRange(min=0), default=60.0, show_default=True,
+    help="Seconds to wait for a farm that is being started on the run.",
+)  # fmt: skip
 def train(
-    run_path: Path, config_path: Path | None, sets: tuple[str, ...], policy: Path | None, steps: int | None
+    run_path: Path,
+    config_path: Path | None,
+    sets: tuple[str, ...],
+    policy: Path | None,
+    steps: int | None,
+    wait_s: float,
 ) -> None:
     """Follow a run's trajectories and publish a policy after every step. Resumes where it stopped."""
-    from farm.run_folder import RunFolder
     from trainer.config import load_config
+    from trainer.start import await_run
 
     config = load_config(config_path, sets=sets)
-    run = RunFolder.open(run_path)
     stop = _stop_on_signals()
+    run = await_run(run_path, wait_s=wait_s, stop=stop, say=lambda text: click.echo(text, err=True))
     from trainer.loop import Trainer
 
-    trainer = Trainer(run, config, policy=policy)
+    trainer = Trainer(run, config, policy=policy, wait_s=wait_s, stop=stop)
     try:
-        reached = trainer.run(steps=steps, stop=stop, report=_say_step)
+        reached = trainer.run(steps=steps, report=_say_step)
     finally:
         trainer.close()
     click.echo(f"stopped at step {reached}; start again on {run_path} to go on")
@@ -90,6 +101,32 @@ def sft(
         on_step=say,
     )  # fmt: skip
     click.echo(f"wrote {out}")
+
+
+@cli.command()
+@click.option("--out", type=_FOLDER, required=True, help="New trajectory log folder.")
+@click.option("--policy", type=_FOLDER, default=SHIPPED_POLICY, help="Model folder whose tokenizer is used.")
+@click.option("--count", type=click.IntRange(min=1), default=600, show_default=True, help="Problems worked on.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+def demonstrations(out: Path, policy: Path, count: int, seed: int) -> None:
+    """Make demonstrations on the micro suite's sft split, for ``trainer sft --log``."""
+    from farm.render.micro import MicroRenderer
+    from trainer.demonstrations import DEMONSTRATION, transcripts, write_log
+
+    if out.exists():
+        raise UsageError(f"{out} exists; name a new folder")
+    rows = transcripts(MicroRenderer(policy), "sft", count=count, habit=DEMONSTRATION, seed=seed)
+    click.echo(f"wrote {write_log(rows, out)} demonstrations to {out}")
+
+
+@cli.command("base-policy")
+@click.option("--out", type=_FOLDER, default=Path("build/base-policy"), show_default=True, help="New model folder.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+def base_policy(out: Path, seed: int) -> None:
+    """Make the micro policy's base weights anew (about 15 minutes). The shipped ones stay as they are."""
+    from trainer.base_policy import make_base_policy
+
+    click.echo(json.dumps(make_base_policy(out, seed=seed, say=click.echo), indent=2))
 
 
 @cli.command()

@@ -35,24 +35,33 @@ from trainer.guard import within
 from trainer.megatron import checkpoint, losses
 from trainer.megatron.learner import Learner
 from trainer.metrics import MetricsFile
-from trainer.publish import copy_hf
-from trainer.tail import POLL_S, fetch, follow
+from trainer.start import first_policy
+from trainer.tail import fetch, follow
 
-FIRST_POLICY_WAIT_S = 60.0
+_FREE_TO_CHANGE = {"checkpoint_every", "keep_checkpoints", "save_timeout_s"}
 
 
 class Trainer:
     """One run being trained. Makes or resumes everything on construction; :meth:`run` trains until told to stop."""
 
     def __init__(
-        self, run: RunFolder, config: TrainerConfig, *, policy: Path | None = None, disk: Disk = REAL_DISK
+        self,
+        run: RunFolder,
+        config: TrainerConfig,
+        *,
+        policy: Path | None = None,
+        wait_s: float = 60.0,
+        stop: threading.Event | None = None,
+        disk: Disk = REAL_DISK,
     ) -> None:
-        """``policy`` is published as step 0 when the policy log is empty; without it the farm's step 0 is waited for.
+        """``policy`` is published as step 0 when the policy log is empty; without it the farm's step 0 is waited for,
+        ``wait_s`` seconds. Once ``stop`` is set the step at hand is finished and no other begins.
 
         Raises ``UsageError``: no policy, a malformed model, another configuration than the run was trained with, or
         another trainer at work on the run."""
         self._run = run
         self._config = config
+        self._stop = stop or threading.Event()
         self._disk = disk
         self._rules = batch_rules(run.config(), where=str(run.path / "config.json"))
         run.trainer.mkdir(exist_ok=True)
@@ -63,7 +72,7 @@ class Trainer:
             self._policies = PolicyLog(run.policies, disk=disk)
             self._log = DirectoryLog(run.trajectories)
             self._metrics = MetricsFile(run.metrics)
-            self._start(_first_policy(self._policies, policy))
+            self._start(first_policy(self._policies, policy, wait_s=wait_s, stop=self._stop))
         except BaseException:
             self._lock.release()
             raise
@@ -96,17 +105,15 @@ class Trainer:
         self,
         *,
         steps: int | None = None,
-        stop: threading.Event | None = None,
         report: Callable[[Mapping[str, Any]], None] = lambda _: None,
     ) -> int:
-        """Train until policy ``steps`` is published or ``stop`` is set; returns the step reached. ``report`` gets each
-        metrics line."""
-        stop = stop or threading.Event()
+        """Train until policy ``steps`` is published or it is told to stop; returns the step reached. ``report`` gets
+        each metrics line."""
         if steps is not None and self.step >= steps:
             return self.step
         line: Mapping[str, Any] | None = None
         waiting_since = time.monotonic()
-        for at, after, trajectory in follow(self._log, self._cursor, stop):
+        for at, after, trajectory in follow(self._log, self._cursor, self._stop):
             self._cursor = after
             batch = self._batcher.push(at, trajectory)
             self._held[at] = trajectory
@@ -220,26 +227,10 @@ def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _first_policy(policies: PolicyLog, folder: Path | None) -> PolicyVersion:
-    first = policies.get(0)
-    if first is not None:
-        return first
-    if folder is not None:
-        return policies.publish(0, lambda into: copy_hf(folder, into), consumed_groups=0)
-    give_up_at = time.monotonic() + FIRST_POLICY_WAIT_S
-    while (first := policies.get(0)) is None:
-        if time.monotonic() > give_up_at:
-            raise UsageError(
-                f"{policies.path}: no policy was published within {FIRST_POLICY_WAIT_S:g} s; start the farm on this "
-                "run folder, or give the first policy with --policy DIR"
-            )
-        time.sleep(POLL_S)
-    return first
-
-
 def _pin_config(place: Path, config: TrainerConfig) -> None:
-    """A run is trained with one configuration; resuming with another would contradict its own past."""
-    wanted = json.loads(config.model_dump_json())
+    """A run is trained with one configuration; resuming with another would contradict its own past. How often and how
+    patiently to save may change: it does not touch the weights."""
+    wanted = json.loads(config.model_dump_json(exclude=_FREE_TO_CHANGE))
     if not place.exists():
         write_json(place, wanted)
         return

@@ -212,7 +212,7 @@ def main(folder: Path) -> None:
     # With a checkpoint every third step, published steps are done again.
     killed = RunFolder(by_time)
     chance = random.Random(5)
-    for _ in range(6):
+    for _ in range(5):
         forked(lambda: train(killed, 3, Disk()), kill_after_s=chance.uniform(0.1, 0.7))
     assert forked(lambda: train(killed, 3, Disk()))
     assert state(killed) == expected

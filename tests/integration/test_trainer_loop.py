@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import pytest
 
 from farm.config import load_config, to_json
-from farm.durable import Disk
+from farm.durable import Disk, FolderLock
 from farm.errors import UsageError
 from farm.policy_log import PolicyLog
 from farm.run_folder import RunFolder
@@ -31,6 +31,7 @@ from trainer.megatron.model import start_megatron, stop_megatron
 from trainer.metrics import read_metrics
 from trainer.publish import export
 from trainer.sft import SftStep, learning_rate, train_sft
+from trainer.start import await_run, first_policy
 
 VOCABULARY = 20
 GROUP = 4
@@ -96,7 +97,7 @@ def make_run(path: Path, *, steps: int = 6, flat: bool = False) -> RunFolder:
 
 def train(run: RunFolder, *, policy: Path | None = None, disk: Disk | None = None, **how: Any) -> int:
     settings = {k: how.pop(k) for k in list(how) if k in TrainerConfig.model_fields}
-    trainer = Trainer(run, TrainerConfig(lr=0.01, **settings), policy=policy, disk=disk or Disk())
+    trainer = Trainer(run, TrainerConfig(lr=0.01, **settings), policy=policy, wait_s=0.1, disk=disk or Disk())
     try:
         return trainer.run(**how)
     finally:
@@ -151,8 +152,8 @@ def test_it_waits_for_shards_and_stops_when_told(tmp_path: Path, model: Path) ->
     run = make_run(tmp_path / "run", steps=1)
     stop = threading.Event()
     reached: list[int] = []
-    trainer = Trainer(run, TrainerConfig(), policy=model)
-    thread = threading.Thread(target=lambda: reached.append(trainer.run(stop=stop)))
+    trainer = Trainer(run, TrainerConfig(), policy=model, stop=stop)
+    thread = threading.Thread(target=lambda: reached.append(trainer.run()))
     thread.start()
     give_up_at = time.monotonic() + 60
     while trainer.step < 1 and time.monotonic() < give_up_at:
@@ -167,8 +168,6 @@ def test_a_save_that_hangs_ends_the_trainer_and_the_next_one_resumes(tmp_path: P
     release = threading.Event()
 
     class Hanging(Disk):
-        writes = 0
-
         def write(self, path: Path, fill: Callable[[BinaryIO], object]) -> None:
             if path.name.startswith("step-000002.pt"):
                 release.wait(60)
@@ -176,23 +175,20 @@ def test_a_save_that_hangs_ends_the_trainer_and_the_next_one_resumes(tmp_path: P
             super().write(path, fill)
 
     calm, run = make_run(tmp_path / "calm"), make_run(tmp_path / "run")
-    train(calm, policy=model, steps=3, save_timeout_s=2.0)
-    with pytest.raises(SaveTimeoutError, match="checkpoint of step 2 did not end within 2 s"):
-        train(run, policy=model, steps=3, disk=Hanging(), save_timeout_s=2.0)
+    train(calm, policy=model, steps=3)
+    with pytest.raises(SaveTimeoutError, match="checkpoint of step 2 did not end within 3 s"):
+        train(run, policy=model, steps=3, disk=Hanging(), save_timeout_s=3.0)
     release.set()
     for thread in threading.enumerate():
         if thread.name.startswith("save:"):
             thread.join(10)
     assert len(digests(run)) == 2
-    assert train(run, steps=3, save_timeout_s=2.0) == 3
+    assert train(run, steps=3) == 3
     assert digests(run) == digests(calm)
 
 
-def test_one_trainer_one_configuration_one_first_policy(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_trainer_one_configuration_one_first_policy(tmp_path: Path, model: Path) -> None:
     run = make_run(tmp_path / "run", steps=1)
-    monkeypatch.setattr("trainer.loop.FIRST_POLICY_WAIT_S", 0.1)
     with pytest.raises(UsageError, match="no policy was published"):
         train(run)
     with pytest.raises(UsageError, match=r"no config\.json"):
@@ -203,6 +199,23 @@ def test_one_trainer_one_configuration_one_first_policy(
     first.close()
     with pytest.raises(UsageError, match="seed: 0 -> 1"):
         train(run, seed=1)
+
+
+def test_farm_and_trainer_may_start_in_any_order(tmp_path: Path, model: Path) -> None:
+    said: list[str] = []
+    run = tmp_path / "run"
+    starting = threading.Thread(target=lambda: make_run(run, steps=1))
+    starting.start()
+    assert await_run(run, wait_s=30, stop=threading.Event(), say=said.append).path == run
+    starting.join()
+    policies = PolicyLog(RunFolder(run).policies)
+    other = FolderLock(policies.path / "publisher.lock", "publisher")
+    other.acquire()
+    publishing = threading.Timer(0.2, other.release)
+    publishing.start()
+    assert first_policy(policies, model, wait_s=30, stop=threading.Event()).step == 0
+    publishing.join()
+    assert first_policy(policies, tmp_path / "ignored", wait_s=0, stop=threading.Event()).step == 0
 
 
 def test_export_copies_a_verified_policy(tmp_path: Path, model: Path) -> None:

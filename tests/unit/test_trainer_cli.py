@@ -24,7 +24,7 @@ def test_help_loads_nothing_heavy() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "--run", "nowhere"], "nowhere"),
+        (["train", "--run", "nowhere", "--wait", "0"], "nowhere"),
         (["train", "--run", "nowhere", "--set", "lrr=1"], "did you mean 'lr'"),
         (["sft", "--log", "nowhere", "--policy", "p", "--out", "o"], "nowhere"),
         (["export", "--run", "nowhere", "--out", "o"], "nowhere"),
