@@ -1,4 +1,8 @@
-"""One policy being trained: Megatron's model, data-parallel wrapper, schedule and optimizer behind three calls."""
+"""One policy being trained: Megatron's model, data-parallel wrapper, schedule and optimizer behind three calls.
+
+One rank on the CPU. Everything goes through Megatron's schedule and process groups, so more ranks change
+:func:`trainer.megatron.model.start_megatron`, where batches are moved to, and the checkpoint; none of that is here yet.
+"""
 
 from __future__ import annotations
 
