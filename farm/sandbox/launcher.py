@@ -24,7 +24,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from farm.sandbox.state import GROUP_PREFIX, Process, Record, remove_groups, start_time, this_process, write_record
+from farm.sandbox.state import (
+    GROUP_PREFIX,
+    Process,
+    Record,
+    read_kernel_file,
+    remove_groups,
+    start_time,
+    this_process,
+    write_record,
+)
 
 HELD = b"L"  # told to the owner when the sandbox is in its groups and on record: only then may it get commands
 SECCOMP_FD = 9  # where bwrap finds its filter
@@ -124,7 +133,7 @@ class Launcher:
         try:
             for plan in request["groups"]:
                 group = f"{plan['parent']}/{GROUP_PREFIX}-{os.getpid()}-{child.id}"
-                Path(group).mkdir()
+                os.mkdir(group)  # noqa: PTH102 (at every start: a Path costs more than the call)
                 child.groups.append(group)
                 for name, value in plan["settings"].items():
                     _put(f"{group}/{name}", value)
@@ -136,17 +145,25 @@ class Launcher:
         child.handle = os.pidfd_open(child.pid)
         self._children[child.id] = child
         self._selector.register(child.handle, selectors.EVENT_READ, lambda: self._exited(child))
-        _attach(child.pid, child.groups)
+        try:
+            _attach(child.pid, child.groups)
+            self._record(child, request["owner"])
+        except OSError as error:
+            signal.pidfd_send_signal(child.handle, signal.SIGKILL)
+            _say(fd, f"cannot hold it: {error}".encode())
+        else:
+            _say(fd, HELD)
+
+    def _record(self, child: _Child, owner: str) -> None:
         record = Record(
             id=child.id,
-            owner=request["owner"],
+            owner=owner,
             deadline_at_s=child.deadline_at_s,
             process=Process(pid=child.pid, started=start_time(child.pid) or 0),
             owner_process=self._owner,
             groups=tuple(child.groups),
         )
         child.record = write_record(self._directory, record)
-        _say(fd, HELD)
 
     def _spawn(self, argv: list[str], uid: int | None, seccomp: str, fd: int) -> int:
         actions: list[tuple[Any, ...]] = [(os.POSIX_SPAWN_DUP2, fd, n) for n in (0, 1, 2)]
@@ -166,7 +183,7 @@ class Launcher:
         os.close(child.handle)
         _, status = os.waitpid(child.pid, 0)
         del self._children[child.id]
-        facts = {"status": status, "overdue": child.overdue, "oom_kills": _oom_kills(child.groups)}
+        facts = {"status": status, "overdue": child.overdue, "oom_kills": _oom_kills(child.groups) if status else 0}
         child.final = b"X" + json.dumps(facts).encode()
         _hang_up(child.socket)
         self._dying.append(child)
@@ -190,7 +207,7 @@ def _attach(pid: int, groups: list[str]) -> None:
         with contextlib.suppress(ProcessLookupError):
             _put(f"{group}/cgroup.procs", str(pid))
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        for child in read_kernel_file(f"/proc/{pid}/task/{pid}/children").split():
             _attach(int(child), groups)
 
 
@@ -218,7 +235,7 @@ def _oom_kills(groups: list[str]) -> int:
     for group in groups:
         for name in ("memory.oom_control", "memory.events"):
             with contextlib.suppress(OSError, IndexError, ValueError):
-                return int(Path(group, name).read_text().split("oom_kill ", 1)[1].split(None, 1)[0])
+                return int(read_kernel_file(f"{group}/{name}").split("oom_kill ", 1)[1].split(None, 1)[0])
     return 0
 
 
