@@ -2,32 +2,67 @@
 
 from __future__ import annotations
 
+import json
+import os
+from pathlib import Path
 from typing import Any
 
-from farm.suites.overlap import RepoRef, overlap
-
+from farm.suites import micro_names
+from farm.suites.overlap import Overlap, RepoRef, overlap
 from farm.tasks import load_tasks
 from harness.claims import Measurement
 from harness.lab import Lab
+from harness.provenance import ROOT
 from harness.stats import Estimate
 
-TRAIN_SPLITS = ("micro:rl", "micro:sft", "micro:pretrain")
-LISTS = "ROLLOUT_FARM_DATA"
+LISTS = "ROLLOUT_FARM_DATA"  # folder with SWE-bench_Verified_test.parquet and train_bench_repos.json
 
 
 def overlaps(lab: Lab) -> Measurement:
     del lab  # nothing is run
-    bench = [RepoRef(repo=t.repo) for t in load_tasks("micro:benchmark")]
-    train = [RepoRef(repo=t.repo) for split in TRAIN_SPLITS for t in load_tasks(split)]
+    bench = [RepoRef(name=t.repo, base_commit=t.base_commit) for t in load_tasks("micro:benchmark")]
+    train = [RepoRef(name=t.repo, base_commit=t.base_commit) for s in ("rl", "sft") for t in load_tasks(f"micro:{s}")]
+    # Pretraining problems are made on the fly, from every repository that is not held out.
+    train += [RepoRef(name=names.repo) for names in micro_names.repositories(held_out=False)]
     found = overlap(train, bench)
-    detail: dict[str, Any] = {
-        "micro": {"train_repos": len({r.repo for r in train}), "benchmark_repos": len({r.repo for r in bench})},
-        "real_lists": _real_lists(),
-    }
+    repositories = len({ref.name for ref in bench})
     count = float(len(found))
-    estimate = Estimate(value=count, low=count, high=count, n=len({r.repo for r in bench}))
-    return Measurement(estimate=estimate, unit="overlaps (micro splits)", holds=not found, detail=detail)
+    return Measurement(
+        estimate=Estimate(value=count, low=count, high=count, n=repositories),
+        unit="overlaps with the micro benchmark's repositories",
+        holds=not found,
+        detail={
+            "micro": {"train_repositories": len({r.name for r in train}), "benchmark_repositories": repositories},
+            "real_lists": _real_lists(),
+        },
+    )
 
 
-def _real_lists() -> Any:
-    raise NotImplementedError
+def _real_lists() -> dict[str, Any] | str:
+    """Overlaps of the public training sets with SWE-bench Verified, canonical names, aliases and forks resolved."""
+    folder = Path(os.environ.get(LISTS) or ROOT.parent / "shared" / "data")
+    verified, lists = folder / "SWE-bench_Verified_test.parquet", folder / "train_bench_repos.json"
+    if not (verified.is_file() and lists.is_file()):
+        return f"not checked: set {LISTS} to the folder with {verified.name} and {lists.name}"
+    rows = load_tasks(f"swebench:{verified}")
+    bench = [RepoRef(name=t.repo, base_commit=t.base_commit, paths=_paths(t.patch)) for t in rows]
+    known = json.loads(lists.read_text())
+    sets = {
+        "SWE-smith": known["swe_smith"]["python_repos"],
+        "R2E-Gym": known["r2e_gym"]["bare_repo_names"],
+        "SWE-Gym": known["swe_gym"]["repos_seen_in_stored_files"],
+        "SWE-bench train": known["swebench_train_split_repos_35"]["repos"],
+        "SWE-bench dev": known["swebench_dev_repos"],
+    }
+    return {
+        name: {"repositories": len(repos), "overlaps": _told(overlap([RepoRef(name=r) for r in repos], bench))}
+        for name, repos in sets.items()
+    }
+
+
+def _paths(patch: str) -> tuple[str, ...]:
+    return tuple(line.removeprefix("+++ b/") for line in patch.splitlines() if line.startswith("+++ b/"))
+
+
+def _told(found: list[Overlap]) -> list[str]:
+    return sorted({f"{o.train.name} is {o.bench} ({o.reason})" for o in found})
