@@ -187,8 +187,8 @@ def _is_support(path: str, data: bytes) -> bool:
 def fetch() -> int:
     """Download what is missing; how many were. Raises FarmError when pip can't get one of them.
 
-    pip reads the metadata of what it downloads through the package's build back end. The pinned releases all use a back
-    end that reads it from the package's static description, without running any of its code.
+    pip asks the build back end of what it downloads for its metadata, on this machine, not in a sandbox. All pinned
+    releases use flit, which reads it from their static description and imports the package at most for its version.
     """
     missing = [source for source in sources().values() if not _is_cached(source.sha256)]
     if not missing:

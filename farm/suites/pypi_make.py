@@ -29,10 +29,10 @@ from farm.suites.pypi import Source
 from farm.suites.repo import make_repo
 from farm.types import content_digest
 
-_RUN_CPU_S = 6  # the limit of one run of tests: an endless loop is no task
-_RUN_S = 120.0  # the wall limit of a run that waits for ever
+_RUN_CPU_S = 3  # the limit of one run of tests: an endless loop is no task
+_RUN_S = 40.0  # the wall limit of a run that waits for ever
 _MEMORY_KIB = 2 << 20
-_CPU_S = 2.5  # of a task that is kept
+_CPU_S = 2.0  # of a task that is kept
 _WHOLE_FILE = 60  # tests; of a longer file only what mentions the function is run
 _MAX_FAILING = 8
 _TEST_NAME = re.compile(r"^test|^Test|Tests?$")
@@ -50,41 +50,49 @@ class Run:
 
 def make(*, seed: int, packages: Sequence[str]) -> None:
     """Make the rows of ``packages`` anew in ``tasks.jsonl``. Takes some five minutes a package on one core."""
+    for package in packages:
+        found: list[dict[str, Any]] = []
+        with tempfile.TemporaryDirectory() as folder:
+            for row in _tasks_of(pypi.sources()[package], Path(folder), seed):
+                found.append(row)
+                _save(package, found)
+        print(f"{package}: {len(found)} tasks, {dict(Counter(row['mutation']['kind'] for row in found))}", flush=True)
+
+
+def _save(package: str, found: Sequence[dict[str, Any]]) -> None:
+    """Put ``found`` in the place of the package's rows; the others stay."""
     path = pypi.DATASET / "tasks.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    for package in packages:
-        with tempfile.TemporaryDirectory() as folder:
-            found = _tasks_of(pypi.sources()[package], Path(folder), seed)
-        print(f"{package}: {len(found)} tasks, {dict(Counter(row['mutation']['kind'] for row in found))}", flush=True)
-        rows = sorted([*(r for r in rows if r["package"] != package), *found], key=lambda row: row["instance_id"])
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    rows = sorted([*(r for r in rows if r["package"] != package), *found], key=lambda row: row["instance_id"])
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
-def _tasks_of(source: Source, at: Path, seed: int) -> list[dict[str, Any]]:
+def _tasks_of(source: Source, at: Path, seed: int) -> Iterator[dict[str, Any]]:
+    """At most ``source.tasks`` rows, one per function, no module with much more than its share."""
     whole = sdist.files(source.sha256)
     for path, data in whole.items():
         (at / path).parent.mkdir(parents=True, exist_ok=True)
         (at / path).write_bytes(data)
     baseline = cache(partial(run_tests, at))
-    found: list[dict[str, Any]] = []
     functions: set[tuple[str, str]] = set()
     kinds: Counter[str] = Counter()
     modules: Counter[str] = Counter()
     most = -(-2 * source.tasks // len(source.modules))
-    for path, mutation in _candidates(source, whole, seed):
-        if len(found) == source.tasks:
+    for tried, (path, mutation) in enumerate(_candidates(source, whole, seed), 1):
+        if len(functions) == source.tasks:
             break
         full = kinds[mutation.kind] > min(kinds.values(), default=0) + 1 or modules[path] == most
         if full or (path, mutation.function) in functions:
             continue
         row = _row(source, at, path, mutation, seed, baseline)
         if row:
-            print(f"{len(found) + 1} of {source.tasks} {row['instance_id']} {mutation.kind}", flush=True)
-            found.append(row)
             functions.add((path, mutation.function))
             kinds[mutation.kind] += 1
             modules[path] += 1
-    return found
+            print(
+                f"{tried} tried, {len(functions)} of {source.tasks}: {row['instance_id']} {mutation.kind}", flush=True
+            )
+            yield row
 
 
 def _candidates(source: Source, whole: Mapping[str, bytes], seed: int) -> Iterator[tuple[str, Mutation]]:
@@ -114,12 +122,14 @@ def _row(
     if not targets:
         return None
     before = baseline(tuple(targets))
+    if before is None or before.cpu_s > _CPU_S:
+        return None
     (at / path).write_text(mutation.apply(whole[path].decode()))
     try:
         after = run_tests(at, targets)
     finally:
         (at / path).write_bytes(whole[path])
-    if before is None or after is None or max(before.cpu_s, after.cpu_s) > _CPU_S:
+    if after is None or after.cpu_s > _CPU_S:
         return None
     passed = [
         test for test, status in before.statuses.items() if status == "PASSED" and not re.search(r"[^!-\[\]-~]", test)

@@ -4,7 +4,7 @@ Every run is a grading like any other: a fresh sandbox, the grader that rollouts
 quarantined: ``load_tasks`` leaves it out. The results lie beside the split and name what was graded by its digest, so
 that results of another version of a task are not taken for this one's.
 
-``python -m farm.suites.qualify SPEC --runs N``
+``python -m farm.suites.qualify SPEC --runs N`` goes on where an earlier run was interrupted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -26,7 +26,8 @@ from farm.types import Limits, Task
 
 DATASETS = Path(__file__).parents[2] / "datasets"
 _TRIES = 3  # of one run, when an infrastructure failure ends it
-_LIMITS = Limits()
+_LIMITS = Limits(grade_s=120.0, agent_s=200.0, episode_s=300.0)  # generous: a busy machine is not the task's fault
+_BATCH = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,20 +58,17 @@ async def qualify(
     grader: Grader,
     runs: int,
     concurrency: int = 2,
-    done: Callable[[Qualification], None] = lambda _: None,
 ) -> list[Qualification]:
     """Grade the gold and the empty patch of every task ``runs`` times, at most ``concurrency`` gradings at once.
 
-    ``done`` is told about each task as it ends. An infrastructure failure is tried again twice and then becomes the
-    reason: the task can't be graded here. Stops a task at its first wrong result.
+    An infrastructure failure is tried again twice and then becomes the reason: the task can't be graded here. Stops a
+    task at its first wrong result.
     """
     slots = asyncio.Semaphore(concurrency)
 
     async def one(task: Task) -> Qualification:
         async with slots:
-            result = await _qualify(task, provider, grader, runs)
-        done(result)
-        return result
+            return await _qualify(task, provider, grader, runs)
 
     async with asyncio.TaskGroup() as group:
         started = [group.create_task(one(task)) for task in tasks]
@@ -157,23 +155,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if min(chosen.runs, chosen.concurrency) < 1:
             raise UsageError("--runs and --concurrency must be at least 1")
         tasks = load_tasks(chosen.spec, quarantined=True)
-        provider, grader = make_provider(chosen.provider), make_grader("tests")
-
-        def show(result: Qualification) -> None:
-            if not result.qualified:
-                print(f"quarantined {result.instance_id}: {result.reason}", file=sys.stderr)
-
-        work = qualify(
-            tasks, provider=provider, grader=grader, runs=chosen.runs, concurrency=chosen.concurrency, done=show
-        )
-        results = asyncio.run(work)
-        write(results_path(chosen.spec), results)
+        provider, grader, path = make_provider(chosen.provider), make_grader("tests"), results_path(chosen.spec)
+        known = read(path)
+        left = [task for task in tasks if not _is_qualified(task, known, chosen.runs)]
+        print(f"{len(left)} of {len(tasks)} tasks to qualify in {chosen.runs} runs each")
+        asyncio.run(_qualify_into(path, left, provider, grader, chosen.runs, chosen.concurrency))
     except FarmError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    good = sum(result.qualified for result in results)
-    print(f"{good} of {len(results)} tasks qualified in {chosen.runs} runs each: {results_path(chosen.spec)}")
+    known = read(path)
+    good = sum(_is_qualified(task, known, chosen.runs) for task in tasks)
+    print(f"{good} of {len(tasks)} tasks qualified: {path}")
     return 0
+
+
+async def _qualify_into(
+    path: Path, tasks: Sequence[Task], provider: SandboxProvider, grader: Grader, runs: int, concurrency: int
+) -> None:
+    """In batches, so that what is done is kept when this is interrupted."""
+    for first in range(0, len(tasks), _BATCH):
+        part = tasks[first : first + _BATCH]
+        results = await qualify(part, provider=provider, grader=grader, runs=runs, concurrency=concurrency)
+        write(path, results)
+        for result in results:
+            if not result.qualified:
+                print(f"quarantined {result.instance_id}: {result.reason}", file=sys.stderr)
+
+
+def _is_qualified(task: Task, results: Mapping[str, Qualification], runs: int) -> bool:
+    """Whether ``results`` hold a pass of this very version of ``task`` in at least so many runs."""
+    result = results.get(task.instance_id)
+    return result is not None and result.qualified and result.runs >= runs and result.graded == graded_digest(task)
 
 
 if __name__ == "__main__":
