@@ -17,9 +17,9 @@ import shutil
 import site
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from farm.sandbox.command_server import SCRIPT, SERVER
 
@@ -178,14 +178,13 @@ def _stage_bwrap(state: Path, bwrap: Path) -> Path:
 def _stage_packages(state: Path, packages: Sequence[importlib.metadata.Distribution]) -> Path:
     key = repr([(package.name, package.version, sys.version, str(package.locate_file(""))) for package in packages])
     target = state / f"pytest-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
-    if not target.exists():
+    sources = {file: Path(str(package.locate_file(file))) for package in packages for file in package.files or ()}
+    files = {file: path for file, path in sources.items() if ".." not in file.parts and path.is_file()}
+    if not _complete(target, files):
         scratch = Path(tempfile.mkdtemp(dir=state))
-        for package in packages:
-            for file in package.files or ():
-                source = Path(str(package.locate_file(file)))
-                if ".." not in file.parts and source.is_file():
-                    (scratch / file).parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copy2(source, scratch / file)  # with times: compiled files stay valid
+        for file, source in files.items():
+            (scratch / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, scratch / file)  # with times: compiled files stay valid
         _publish(scratch, target)
     return target
 
@@ -217,7 +216,7 @@ def _staged(state: Path, kind: str, files: Mapping[str, bytes | str]) -> Path:
     """A directory with ``files`` (bytes: content, str: target of a symbolic link), made once."""
     digest = hashlib.sha256(repr(sorted((name, content) for name, content in files.items())).encode()).hexdigest()
     target = state / f"{kind}-{digest[:16]}"
-    if not target.exists():
+    if not _complete(target, files):
         scratch = Path(tempfile.mkdtemp(dir=state))
         for name, content in files.items():
             path = scratch / name
@@ -228,6 +227,14 @@ def _staged(state: Path, kind: str, files: Mapping[str, bytes | str]) -> Path:
                 path.write_bytes(content)
         _publish(scratch, target)
     return target
+
+
+def _complete(target: Path, files: Iterable[str | PurePath]) -> bool:
+    """Is it staged, and has nobody cleaned up old temporary files there? What is left of it then is removed."""
+    complete = target.is_dir() and all((target / file).is_symlink() or (target / file).exists() for file in files)
+    if not complete and target.is_dir():
+        shutil.rmtree(target, ignore_errors=True)
+    return complete
 
 
 def _publish(scratch: Path, target: Path) -> None:

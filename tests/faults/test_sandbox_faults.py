@@ -189,23 +189,23 @@ def test_a_sandbox_ends_at_its_deadline_by_itself(
 
 
 def test_cancelled_in_every_phase(provider: BubblewrapProvider, directory: Path) -> None:
-    async def use(reached: list[str]) -> None:
+    async def use(reached: dict[str, asyncio.Event]) -> None:
+        reached["start"].set()
         async with provider.open(spec()) as sandbox:
-            reached.append("open")
+            reached["open"].set()
             await sandbox.write_files({f"/testbed/{n}": b"x" * 50_000 for n in range(40)})
-            reached.append("written")
+            reached["written"].set()
             await sandbox.read_file("/testbed/1")
             await sandbox.exec("sleep 0.02; setsid sleep 60 &", timeout_s=10)
-            reached.append("done")
-        reached.append("closed")
+            reached["done"].set()
 
     async def run() -> None:
-        for phase in ("start", "open", "written", "done"):
+        phases = ("start", "open", "written", "done")
+        for phase in phases:
             for delay_s in (0.0, 0.003, 0.015):
-                reached = ["start"]
+                reached = {name: asyncio.Event() for name in phases}
                 task = asyncio.create_task(use(reached))
-                while reached[-1] != phase and not task.done():
-                    await asyncio.sleep(0.0005)
+                await asyncio.wait_for(reached[phase].wait(), 60)
                 await asyncio.sleep(delay_s)
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)

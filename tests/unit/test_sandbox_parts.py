@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from farm.errors import SandboxLostError, SandboxStartError, UsageError
 from farm.protocols import SandboxSpec
-from farm.sandbox import cgroup, command_server, state
+from farm.sandbox import cgroup, command_server, rootfs, state
 from farm.sandbox.bubblewrap import BubblewrapProvider
 from farm.sandbox.fake import FakeProvider, FakeSandbox, result
 from farm.sandbox.host import bwrap_problem, check_host, host_uids, namespaces_problem
@@ -172,6 +172,23 @@ def test_the_state_directory_must_be_ours(tmp_path: Path, monkeypatch: pytest.Mo
     path.chmod(0o777)
     with pytest.raises(PermissionError, match="remove it"):
         state.state_directory()
+
+
+# -------------------------------------------------------------------------------------------- rootfs
+
+
+def test_what_was_cleaned_away_is_staged_again(tmp_path: Path) -> None:
+    def stage() -> rootfs.Stage:
+        return rootfs.make_stage(tmp_path, bwrap=check_host(), seccomp=b"filter", drop=False)
+
+    first = stage()
+    before = {path: path.lstat().st_mtime_ns for path in tmp_path.glob("*/*")}
+    assert stage() == first
+    assert {path: path.lstat().st_mtime_ns for path in tmp_path.glob("*/*")} == before
+    for name in ("passwd", "gitconfig"):
+        next(tmp_path.glob(f"etc-*/{name}")).unlink()
+    assert stage() == first
+    assert set(tmp_path.glob("*/*")) == set(before)
 
 
 # ----------------------------------------------------------------------------------------- provider
