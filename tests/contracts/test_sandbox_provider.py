@@ -167,14 +167,14 @@ def test_streams_are_merged_in_order(real: SandboxProvider) -> None:
 
 def test_where_and_with_what_a_command_runs(real: SandboxProvider) -> None:
     async def body(sandbox: Sandbox) -> None:
-        assert (await sandbox.exec("pwd", timeout_s=10)).output == "/work/dir\n"
+        assert (await sandbox.exec("pwd", timeout_s=10)).output == "/src/project\n"
         assert (await sandbox.exec("pwd", timeout_s=10, cwd="/tmp")).output == "/tmp\n"
         done = await sandbox.exec('echo "$A $HOME"', timeout_s=10, env={"A": "x y"})
         assert done.output == "x y /home/agent\n"
         assert (await sandbox.exec('echo "<$A>"', timeout_s=10)).output == "<>\n"
         assert (await sandbox.exec("true", timeout_s=10, cwd="/none")).exit_code == 126
 
-    inside(real, body, workdir="/work/dir")
+    inside(real, body, workdir="/src/project")
 
 
 def test_files_stay_between_commands(real: SandboxProvider) -> None:
