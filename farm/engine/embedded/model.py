@@ -4,8 +4,10 @@ The tokens of a step are flat: ``[T]`` ids, each with its row of the KV store an
 at once, which is where batching pays. Attention has two shapes: all decode tokens together against the first rows of
 the store (one batched product, padded to the longest), and each prefill chunk alone against its own row.
 
-Norm weights stay where they are; query, key and value projections are fused, so are gate and up, and the softmax scale
-is folded into the query norm.
+Weights are rearranged once, when they are loaded: query, key and value projections are fused, so are gate and up; the
+weights of a norm are folded into the projection behind it, the softmax scale into the query norm; and the two halves of
+a query or key head that rope turns against each other are interleaved, so that rope is one complex product (scores do
+not change, since queries and keys are permuted alike).
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import torch.nn.functional as F
 from farm.engine.embedded.config import ModelConfig, ModelFolderError
 from farm.engine.embedded.tensors import read_tensors
 
+_CAUSAL = 512  # most prompt tokens whose attention is computed at once
 _SCORE_ELEMENTS = 1 << 24  # a prefill chunk's score matrix is kept below this many floats
 
 
@@ -96,12 +99,10 @@ class _Sparse:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    norm: torch.Tensor  # [hidden]
-    qkv: torch.Tensor  # [hidden, (heads + 2 * kv_heads) * head_dim]
+    qkv: torch.Tensor  # [hidden, (heads + 2 * kv_heads) * head_dim], behind the input norm
     qk_norm: torch.Tensor  # [heads + kv_heads, head_dim]
     out: torch.Tensor  # [heads * head_dim, hidden]
-    mlp_norm: torch.Tensor  # [hidden]
-    mlp: _Dense | _Sparse
+    mlp: _Dense | _Sparse  # behind the post-attention norm
 
 
 class Weights:
@@ -112,9 +113,8 @@ class Weights:
         self.config = config
         c = config
         self.embed = self._take("model.embed_tokens.weight", c.vocab, c.hidden)
-        self.norm = self._take("model.norm.weight", c.hidden)
         head = self.embed if c.tied else self._take("lm_head.weight", c.vocab, c.hidden)
-        self.head = head.t().contiguous()  # [hidden, vocab]
+        self.head = _behind(self._take("model.norm.weight", c.hidden), head)  # [hidden, vocab]
         self.layers = [self._layer(n) for n in range(c.layers)]
         del self._tensors
 
@@ -130,34 +130,48 @@ class Weights:
         c = self.config
         p = f"model.layers.{n}."
         kv = c.kv_heads * c.head_dim
+        q_norm = _interleaved(self._take(p + "self_attn.q_norm.weight", c.head_dim), 1) * c.head_dim**-0.5
+        k_norm = _interleaved(self._take(p + "self_attn.k_norm.weight", c.head_dim), 1)
         projections = [
-            self._take(p + "self_attn.q_proj.weight", c.heads * c.head_dim, c.hidden),
-            self._take(p + "self_attn.k_proj.weight", kv, c.hidden),
+            _interleaved(self._take(p + "self_attn.q_proj.weight", c.heads * c.head_dim, c.hidden), c.heads),
+            _interleaved(self._take(p + "self_attn.k_proj.weight", kv, c.hidden), c.kv_heads),
             self._take(p + "self_attn.v_proj.weight", kv, c.hidden),
         ]
-        q_norm = self._take(p + "self_attn.q_norm.weight", c.head_dim) * c.head_dim**-0.5
-        k_norm = self._take(p + "self_attn.k_norm.weight", c.head_dim)
+        mlp_norm = self._take(p + "post_attention_layernorm.weight", c.hidden)
         return _Layer(
-            norm=self._take(p + "input_layernorm.weight", c.hidden).clone(),
-            qkv=torch.cat(projections).t().contiguous(),
+            qkv=_behind(self._take(p + "input_layernorm.weight", c.hidden), torch.cat(projections)),
             qk_norm=torch.cat((q_norm.expand(c.heads, -1), k_norm.expand(c.kv_heads, -1))),
             out=self._take(p + "self_attn.o_proj.weight", c.hidden, c.heads * c.head_dim).t().contiguous(),
-            mlp_norm=self._take(p + "post_attention_layernorm.weight", c.hidden).clone(),
-            mlp=self._sparse(p + "mlp.") if c.is_sparse(n) else self._dense(p + "mlp.", c.intermediate),
+            mlp=(
+                self._sparse(p + "mlp.", mlp_norm)
+                if c.is_sparse(n)
+                else self._dense(p + "mlp.", mlp_norm, c.intermediate)
+            ),
         )
 
-    def _dense(self, p: str, width: int) -> _Dense:
+    def _dense(self, p: str, norm: torch.Tensor, width: int) -> _Dense:
         hidden = self.config.hidden
         gate = self._take(p + "gate_proj.weight", width, hidden)
         up = self._take(p + "up_proj.weight", width, hidden)
         down = self._take(p + "down_proj.weight", hidden, width)
-        return _Dense(torch.cat((gate, up)).t().contiguous(), down.t().contiguous())
+        return _Dense(_behind(norm, torch.cat((gate, up))), down.t().contiguous())
 
-    def _sparse(self, p: str) -> _Sparse:
+    def _sparse(self, p: str, norm: torch.Tensor) -> _Sparse:
         c = self.config
-        router = self._take(p + "gate.weight", c.experts, c.hidden).t().contiguous()
-        experts = [self._dense(f"{p}experts.{e}.", c.expert_intermediate) for e in range(c.experts)]
+        router = _behind(norm, self._take(p + "gate.weight", c.experts, c.hidden))
+        experts = [self._dense(f"{p}experts.{e}.", norm, c.expert_intermediate) for e in range(c.experts)]
         return _Sparse(router, torch.stack([e.gate_up for e in experts]), torch.stack([e.down for e in experts]))
+
+
+def _behind(norm: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
+    """A projection [out, in] whose input is scaled by ``norm`` [in], as one matrix [in, out]."""
+    return (projection * norm).t().contiguous()
+
+
+def _interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows of every head from (first half, second half) to pairs that rope rotates together."""
+    rows = weight.shape[0] // heads
+    return weight.view(heads, 2, rows // 2, -1).transpose(1, 2).reshape(weight.shape)
 
 
 def load_weights(config: ModelConfig, folder: Path) -> Weights:
@@ -174,37 +188,39 @@ class Decoder:
         c = weights.config
         frequencies = c.rope_theta ** (-torch.arange(0, c.head_dim, 2, dtype=torch.float32) / c.head_dim)
         angles = torch.outer(torch.arange(capacity, dtype=torch.float32), frequencies)
-        cos, sin = angles.cos(), angles.sin()
-        self._cos = torch.cat((cos, cos), -1)  # [capacity, head_dim]
-        self._sin = torch.cat((-sin, sin), -1)  # signed for the rotated half
+        self._turns = torch.polar(torch.ones_like(angles), angles)  # [capacity, head_dim / 2], complex
+        self._eps = torch.tensor(c.rms_eps)
+        self._causal = torch.full((_CAUSAL, _CAUSAL), float("-inf")).triu_(1)
 
     def step(self, batch: StepInput, store: KVStore) -> torch.Tensor:
         """Compute the step's keys and values into ``store`` and return logits [len(wanted), vocab]."""
         weights = self.weights
         c = weights.config
-        cos = self._cos[batch.positions].unsqueeze_(1)
-        sin = self._sin[batch.positions].unsqueeze_(1)
+        turns = self._turns[batch.positions].unsqueeze_(1)
         queries_end, keys_end = c.heads, c.heads + c.kv_heads
         total = batch.ids.shape[0]
         hidden = weights.embed[batch.ids]
         for n, layer in enumerate(weights.layers):
-            normed = F.rms_norm(hidden, (c.hidden,), layer.norm, c.rms_eps)
-            qkv = torch.mm(normed, layer.qkv).view(total, -1, c.head_dim)
-            qk = F.rms_norm(qkv[:, :keys_end], (c.head_dim,), None, c.rms_eps).mul_(layer.qk_norm)
-            rotated = torch.roll(qk, c.head_dim // 2, -1).mul_(sin)
-            qk = rotated.addcmul_(qk, cos)
+            qkv = torch.mm(self._normed(hidden), layer.qkv).view(total, -1, c.head_dim)
+            qk = self._normed(qkv[:, :keys_end]).mul_(layer.qk_norm)
+            pairs = torch.view_as_complex(qk.view(total, keys_end, -1, 2))
+            qk = torch.view_as_real(pairs * turns).view(total, keys_end, c.head_dim)
             keys, values = store.keys[n], store.values[n]
             keys.permute(0, 3, 1, 2).index_put_((batch.rows, batch.positions), qk[:, queries_end:])
             values.permute(0, 2, 1, 3).index_put_((batch.rows, batch.positions), qkv[:, keys_end:])
             attended = self._attention(batch, qk[:, :queries_end], keys, values)
             hidden = torch.addmm(hidden, attended, layer.out)
-            normed = F.rms_norm(hidden, (c.hidden,), layer.mlp_norm, c.rms_eps)
+            normed = self._normed(hidden)
             if isinstance(layer.mlp, _Dense):
                 hidden = torch.addmm(hidden, _swiglu(torch.mm(normed, layer.mlp.gate_up)), layer.mlp.down)
             else:
                 hidden = hidden + self._experts(normed, layer.mlp)
-        wanted = F.rms_norm(hidden[batch.wanted], (c.hidden,), weights.norm, c.rms_eps)
-        return torch.mm(wanted, weights.head)
+        return torch.mm(self._normed(hidden[batch.wanted]), weights.head)
+
+    def _normed(self, x: torch.Tensor) -> torch.Tensor:
+        """RMS norm over the last dimension, without weights; cheaper than ``F.rms_norm``, which is slow on CPU."""
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x * torch.addcmul(self._eps, length, length, value=1 / x.shape[-1]).rsqrt_()
 
     def _attention(
         self, batch: StepInput, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
@@ -246,7 +262,7 @@ class Decoder:
     ) -> torch.Tensor:
         c = self.weights.config
         group = c.heads // c.kv_heads
-        block = max(16, _SCORE_ELEMENTS // (c.heads * (chunk.position + chunk.length)))
+        block = max(16, min(_CAUSAL, _SCORE_ELEMENTS // (c.heads * (chunk.position + chunk.length))))
         parts = []
         for start in range(0, chunk.length, block):
             q = queries[start : start + block]
@@ -255,8 +271,7 @@ class Decoder:
             end = before + count
             q = q.view(count, c.kv_heads, group, c.head_dim).permute(1, 2, 0, 3)
             scores = torch.bmm(q.reshape(c.kv_heads, group * count, c.head_dim), keys[:, :, :end])
-            causal = torch.full((count, count), float("-inf")).triu_(1)
-            scores.view(c.kv_heads, group, count, end)[..., before:].add_(causal)
+            scores.view(c.kv_heads, group, count, end)[..., before:].add_(self._causal[:count, :count])
             attended = torch.bmm(torch.softmax(scores, -1), values[:, :end])
             attended = attended.view(c.kv_heads, group, count, c.head_dim).permute(2, 0, 1, 3)
             parts.append(attended.reshape(count, -1))
