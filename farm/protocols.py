@@ -152,7 +152,8 @@ class Engine(Protocol):
         ...
 
     async def pause(self) -> None:
-        """Stop decoding, keep requests and their KV in place."""
+        """Stop decoding and keep the requests with their tokens; they go on after :meth:`resume` (their KV may be
+        computed anew then: after a weight update it must be)."""
         ...
 
     async def resume(self) -> None: ...
