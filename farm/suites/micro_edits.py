@@ -1,29 +1,21 @@
-"""Edits of the micro suite: replace an operator, a number or a name, found by the word beside it.
+"""Edits of the micro suite: one sed command that replaces an operator, a number or a word wherever it stands.
 
-``sed -i 's|+ b|- b|' *.py``: the text to replace is copied from the listing, so an edit needs no line number. A text
-that occurs twice in the file is not an edit: it would change both places.
+``sed -i 's|+ |- |' *.py``: an edit names no line, so its text must occur exactly once in the file. That is small enough
+for a small policy, and still a real edit of a real file.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
-_TOKEN = re.compile(r"[+-]=|//|[<>=!]=|not in|[-+*%<>=,(]|\d+|\w+")
-_ARITH = ("+", "-", "*", "//", "%")
-_ORDER = ("<", "<=", ">", ">=")
+_ARITH = ("+ ", "- ", "* ", "// ", "% ")
+_ORDER = ("< ", "<= ", "> ", ">= ")
 _PAIRS = (
-    ("+=", "-="),
-    ("and", "or"),
-    ("==", "!="),
-    ("in", "not in"),
-    ("True", "False"),
-    ("min", "max"),
-    ("any", "all"),
-)
-_SWAPS = {a: b for pair in _PAIRS for a, b in (pair, pair[::-1])}
-_BEFORE_NOT = ("if", "and", "or")
+    ("+= ", "-= "), (" and ", " or "), ("== ", "!= "), ("True", "False"), ("min(", "max("), ("any(", "all("),
+)  # fmt: skip
+_BEFORE_NOT = ("if ", " and ", " or ", "any(", "all(")
+_MEMBERS = ("a", "k")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,38 +34,17 @@ class Edit:
 
 
 def candidate_edits(source: str) -> list[Edit]:
-    """Every small edit that somebody who knows the bugs, but not the code, might try: in order, none twice."""
-    found: dict[Edit, None] = {}
-    for line in source.splitlines():
-        if not line.startswith("def ") and not line.lstrip().startswith("for "):
-            for edit in _edits(line):
-                if source.count(edit.old) == 1:
-                    found[edit] = None
-    return list(found)
+    """Every edit that somebody who knows the bugs, but can't tell which it is, might try; always in one order."""
+    return [edit for edit in _ALL if source.count(edit.old) == 1]
 
 
-def _edits(line: str) -> Iterator[Edit]:
-    tokens = list(_TOKEN.finditer(line))
-    for place, token in enumerate(tokens):
-        text = token[0]
-        before = line[tokens[place - 1].start() : token.start()] if place else ""
-        after = line[token.end() : tokens[place + 1].end()] if place + 1 < len(tokens) else ""
-        if text.isdigit():
-            for number in {max(0, int(text) - 1), int(text) + 1} - {int(text)}:
-                yield Edit(old=before + text, new=f"{before}{number}")
-        elif text in ("in", "not in", "True", "False"):
-            yield Edit(old=before + text, new=before + _SWAPS[text])
-        elif text in ("min", "max", "any", "all"):
-            call = line[token.end() : tokens[place + 2].end()]
-            yield Edit(old=text + call, new=_SWAPS[text] + call)
-        else:
-            yield from (Edit(old=text + after, new=other + after) for other in _others(text))
-        if text in _BEFORE_NOT and after != " not":
-            yield Edit(old=text + after, new=f"{text} not{after}")
+def _all() -> tuple[Edit, ...]:
+    edits = [(old, new) for group in (_ARITH, _ORDER) for old in group for new in group if old != new]
+    edits += [pair for a, b in _PAIRS for pair in ((a, b), (b, a))]
+    edits += [(word, f"{word}not ") for word in _BEFORE_NOT]
+    edits += [(f"{name} in", f"{name} not in") for name in _MEMBERS] + [("not in", "in")]
+    edits += [step for low, high in pairwise("0123456789") for step in ((low, high), (high, low))]
+    return tuple(Edit(old=old, new=new) for old, new in edits)
 
 
-def _others(operator: str) -> tuple[str, ...]:
-    for group in (_ARITH, _ORDER):
-        if operator in group:
-            return tuple(other for other in group if other != operator)
-    return (_SWAPS[operator],) if operator in _SWAPS else ()
+_ALL = _all()

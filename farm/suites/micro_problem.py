@@ -23,6 +23,7 @@ CHECK_COMMAND = f"python3 -IS {CHECK_FILE}"
 SIZES = ("1", "2")  # functions in the module
 
 _HIDDEN_CALLS = 10
+_LEAST_FAILING = 4
 _TRIES = 60  # argument tuples tried per function
 _VAGUE_SHARE = 0.2
 
@@ -126,25 +127,11 @@ def _break(
     gold = next((edit for edit in candidate_edits(broken) if edit.apply(broken) == fixed), None)
     if gold is None or is_held_out(broken) != is_held_out(fixed):
         return None
-    good, bad = load(fixed), load(broken)
-    failing: list[Call] = []
-    passing: list[Call] = []
-    for function in functions:
-        seen = set()
-        for _ in range(_TRIES):
-            arguments = micro_code.random_arguments(rng, function)
-            call = f"{function.name}({', '.join(map(repr, arguments))})"
-            expected = evaluate(call, good)
-            if call in seen or expected.endswith("Error"):
-                continue
-            seen.add(call)
-            (passing if evaluate(call, bad) == expected else failing).append(
-                Call(name="", call=call, expected=expected)
-            )
-    if len(failing) < 4:
+    bad = load(broken)
+    failing, passing = _calls(rng, functions, load(fixed), bad)
+    if len(failing) < _LEAST_FAILING:
         return None
     half = _HIDDEN_CALLS // 2
-    rng.shuffle(passing)
     example = failing[0]
     visible = _numbered([example, *failing[1:2], *passing[:2]], "check")
     hidden = _numbered(failing[2 : 2 + half] + passing[2 : 2 + half], "test")
@@ -174,6 +161,28 @@ def _break(
         fail_to_pass=failed,
         pass_to_pass=tuple(call.name for call in hidden if call.name not in failed),
     )
+
+
+def _calls(
+    rng: Random, functions: Sequence[micro_code.Function], good: dict[str, object], bad: dict[str, object]
+) -> tuple[list[Call], list[Call]]:
+    """Calls that tell ``bad`` from ``good`` and calls that don't, as many as are needed or can be found."""
+    failing: list[Call] = []
+    passing: list[Call] = []
+    seen = set()
+    enough = 2 + _HIDDEN_CALLS // 2
+    for _ in range(_TRIES):
+        for function in functions:
+            arguments = micro_code.random_arguments(rng, function)
+            call = f"{function.name}({','.join(map(repr, arguments))})".replace(" ", "")
+            expected = evaluate(call, good)
+            if call not in seen and not expected.endswith("Error"):
+                same = evaluate(call, bad) == expected
+                (passing if same else failing).append(Call(name="", call=call, expected=expected))
+            seen.add(call)
+        if min(len(failing), len(passing)) >= enough:
+            break
+    return failing, passing
 
 
 def _numbered(calls: Sequence[Call], prefix: str) -> tuple[Call, ...]:

@@ -18,7 +18,7 @@ CHECK = CHECK_COMMAND
 UNDO = "git checkout -q ."
 SUBMIT = "submit"
 
-_SED = re.compile(r"sed -i 's\|([^|\\.\[\]^$\n']+)\|([^|\\&\n']*)\|' \*\.py")
+_SED = re.compile(r"sed -i 's\|(\*?[^|*\\.\[\]^$\n']+)\|([^|\\&\n']*)\|' \*\.py")
 
 
 @dataclass(slots=True)
