@@ -37,8 +37,9 @@ from farm.types import Attempt, Dropped, EndReason, Failed, Graded, Task, Trajec
 
 _APPEND_TRIES = 6
 _APPEND_DELAY_S = 0.2
-_CANCEL_GRACE_S = 20.0
-# run_episode keeps episode_s by itself; this is the wall behind it, for whatever blocks its clean-up.
+_CANCEL_GRACE_S = 15.0
+# run_episode keeps episode_s by itself; this is the wall behind it, for a clean-up that hangs. Both together are less
+# than what the lease adds to episode_s.
 _WALL_SLACK_S = 10.0
 
 
@@ -86,13 +87,26 @@ class Returned:
 
 
 class EpisodeWorker:
-    """Implements ``farm.cluster.EpisodeRunner``. Parts are made once per process, engine clients once per URL."""
+    """Implements ``farm.cluster.EpisodeRunner``. Parts are made once per process, engine clients once per URL.
 
-    def __init__(self, *, worker: str, options: WorkerOptions, now: Callable[[], float] = time.time) -> None:
+    An attempt that is still there ``wall_slack_s`` after its ``episode_s`` is cancelled, and given up (it fails, and
+    its slot is free) when it is not gone ``cancel_grace_s`` later."""
+
+    def __init__(
+        self,
+        *,
+        worker: str,
+        options: WorkerOptions,
+        now: Callable[[], float] = time.time,
+        wall_slack_s: float = _WALL_SLACK_S,
+        cancel_grace_s: float = _CANCEL_GRACE_S,
+    ) -> None:
+        self._wall_slack_s = wall_slack_s
+        self._cancel_grace_s = cancel_grace_s
         self._worker = worker
         self._options = options
         self._now = now
-        self._log = DirectoryLog(options.log_path)
+        self.log = DirectoryLog(options.log_path)
         self._provider = make_provider(options.provider)
         self._agent = make_agent(options.agent)
         self._grader = make_grader(options.grader)
@@ -125,18 +139,18 @@ class EpisodeWorker:
 
     async def _bounded(self, attempt: Attempt) -> Trajectory:
         started_at_s = self._now()
-        limit_s = attempt.episode.limits.episode_s + _WALL_SLACK_S
+        limit_s = attempt.episode.limits.episode_s + self._wall_slack_s
         task = asyncio.ensure_future(self._episode(attempt))
         try:
             done, _ = await asyncio.wait({task}, timeout=limit_s)
             if not done:
                 task.cancel()
-                await asyncio.wait({task}, timeout=_CANCEL_GRACE_S)
+                await asyncio.wait({task}, timeout=self._cancel_grace_s)
                 raise FarmError(f"the attempt was still running after {limit_s:g} s", kind="wall_limit")
             return task.result()
         except asyncio.CancelledError:
             task.cancel()
-            await asyncio.wait({task}, timeout=_CANCEL_GRACE_S)
+            await asyncio.wait({task}, timeout=self._cancel_grace_s)
             raise
         except Exception as error:
             return bare_trajectory(
@@ -174,11 +188,11 @@ class EpisodeWorker:
         delay_s = _APPEND_DELAY_S
         for _ in range(_APPEND_TRIES - 1):
             try:
-                return await asyncio.to_thread(self._log.append, trajectory)
+                return await asyncio.to_thread(self.log.append, trajectory)
             except FarmError:
                 await asyncio.sleep(delay_s)
                 delay_s *= 2
-        return await asyncio.to_thread(self._log.append, trajectory)
+        return await asyncio.to_thread(self.log.append, trajectory)
 
 
 def make_worker(*, worker: str, options: WorkerOptions) -> EpisodeWorker:
