@@ -92,19 +92,26 @@ def main(argv: list[str] | None = None) -> int:
 def _serve(arguments: argparse.Namespace, listener: socket.socket, config: ModelConfig) -> int:
     import torch
 
-    from farm.engine.embedded.model import load_weights
+    from farm.engine.embedded.model import KVStore, load_weights
     from farm.engine.embedded.scheduler import Limits
 
     torch.set_num_threads(1)
-    weights = load_weights(config, arguments.model)
-    context = arguments.context_length or config.max_positions
     limits = Limits(
         max_total_tokens=arguments.max_total_tokens,
-        context_length=context,
+        context_length=arguments.context_length or config.max_positions,
         max_running=arguments.max_running_requests,
         max_queued=arguments.max_queued_requests,
         chunk_tokens=arguments.chunked_prefill_size,
     )
+    needed = KVStore.size_bytes(config, rows=limits.rows, capacity=limits.capacity)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > memory:
+        return _fail(
+            f"the KV of 2 x {limits.max_running} sequences of {limits.capacity} tokens may take "
+            f"{needed / 2**30:.1f} GiB, this machine has {memory / 2**30:.1f}; lower --context-length or "
+            "--max-running-requests"
+        )
+    weights = load_weights(config, arguments.model)
     try:
         text = _decoder(arguments.model)
     except Exception as error:  # the tokenizers library raises bare Exception

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -58,12 +59,19 @@ class StepInput:
 
 class KVStore:
     """Keys [layers, rows, kv_heads, head_dim, capacity] (transposed: scores are then unit-stride) and values
-    [layers, rows, kv_heads, capacity, head_dim]. Pages are touched only as rows fill up."""
+    [layers, rows, kv_heads, capacity, head_dim].
+
+    NumPy allocates it, since its zeros cost nothing until a row fills up (torch would write them all)."""
 
     def __init__(self, config: ModelConfig, *, rows: int, capacity: int) -> None:
         shape = (config.layers, rows, config.kv_heads)
-        self.keys = torch.zeros(*shape, config.head_dim, capacity)
-        self.values = torch.zeros(*shape, capacity, config.head_dim)
+        self.keys = torch.from_numpy(np.zeros((*shape, config.head_dim, capacity), np.float32))
+        self.values = torch.from_numpy(np.zeros((*shape, capacity, config.head_dim), np.float32))
+
+    @staticmethod
+    def size_bytes(config: ModelConfig, *, rows: int, capacity: int) -> int:
+        """Memory of a store whose rows are all full."""
+        return 2 * 4 * config.layers * rows * config.kv_heads * config.head_dim * capacity
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first ``length`` tokens of a row to another."""

@@ -67,6 +67,17 @@ class Limits:
     max_queued: int | None
     chunk_tokens: int
 
+    @property
+    def rows(self) -> int:
+        """Rows of the KV store: for what runs, and as many for what is kept."""
+        return 2 * self.max_running
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of a row: no sequence outgrows the context or (by more than the token that finds it full) the
+        budget."""
+        return min(self.context_length, self.max_total_tokens + 1)
+
 
 @dataclass(slots=True)
 class Counters:
@@ -93,13 +104,13 @@ class Scheduler:
         self.new_token_ratio = _RATIO_START
         self.paused = False
         self._now = now
-        self._rows_total = 2 * limits.max_running
-        self._decoder = Decoder(weights, capacity=limits.context_length)
-        self._store = KVStore(weights.config, rows=self._rows_total, capacity=limits.context_length)
+        self._rows_total = limits.rows
+        self._decoder = Decoder(weights, capacity=limits.capacity)
+        self._store = KVStore(weights.config, rows=self._rows_total, capacity=limits.capacity)
         self._table = np.zeros(self._rows_total, _ROW)
-        self._tokens = np.zeros((self._rows_total, limits.context_length), np.int32)
-        self._logprobs = np.zeros((self._rows_total, limits.context_length), np.float32)
-        self._columns = np.arange(limits.context_length, dtype=np.int32)
+        self._tokens = np.zeros((self._rows_total, limits.capacity), np.int32)
+        self._logprobs = np.zeros((self._rows_total, limits.capacity), np.float32)
+        self._columns = np.arange(limits.capacity, dtype=np.int32)
         self._running: list[Request] = []
         self._waiting: deque[Request] = deque()
         self._epoch = 1
