@@ -8,14 +8,11 @@ shares only the two logs.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import time
-from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from farm.cluster import Cluster, Finished, Lost, Size
@@ -41,10 +38,12 @@ from farm.dispatch import (
     Unissued,
 )
 from farm.elastic import EngineView, FlightRules, FlightState, WorkerRange, WorkerState, next_flights, next_workers
+from farm.failure_memory import append_failure, read_failures
 from farm.farm_state import ProcessId, write_status
 from farm.policy_log import PolicyLog
 from farm.protocols import SandboxProvider
 from farm.run_folder import RunFolder
+from farm.tally import Tally
 from farm.trajectory_log import DirectoryLog
 from farm.types import Attempt, Boundary, Dropped, Failed, FailedAttempt, PolicyVersion, Trajectory
 from farm.worker import Receipt, Returned, bare_trajectory
@@ -55,8 +54,6 @@ _SEAL_CHECK_S = 0.2
 _STATUS_S = 1.0
 _SWEEP_S = 60.0
 _POLICY_WAIT_S = 5.0
-_RATE_WINDOW_S = 60.0
-_RECENT = 256
 _STOP_S = 30.0
 
 _log = logging.getLogger(__name__)
@@ -159,7 +156,7 @@ class Farm:
         self._returned: dict[str, Trajectory] = {}
         self._jobs: set[asyncio.Task[None]] = set()
         self._job_error: BaseException | None = None
-        self._tally = _Tally(now=now)
+        self._tally = Tally(now=now)
         self._started_at_s = now()
         self._cpu_before_s = time.process_time()
         self._state = "starting"
@@ -495,51 +492,6 @@ class Farm:
         write_status(self._parts.run, self.status())
 
 
-class _Tally:
-    """Figures for people, over a sliding window."""
-
-    def __init__(self, *, now: Callable[[], float]) -> None:
-        self._now = now
-        self._ends: deque[float] = deque()
-        self._rewards: deque[float] = deque(maxlen=_RECENT)
-        self._tokens: deque[int] = deque(maxlen=_RECENT)
-        self._turns: deque[int] = deque(maxlen=_RECENT)
-        self._seconds: deque[float] = deque(maxlen=_RECENT)
-        self._since_s = now()
-        self.failures: Counter[str] = Counter()
-        self.lost = 0
-        self.duplicates = 0
-
-    def landed(self, receipt: Receipt) -> None:
-        if not receipt.first:
-            self.duplicates += 1
-            return
-        self._ends.append(self._now())
-        self._rewards.append(receipt.reward)
-        self._tokens.append(receipt.total_tokens)
-        self._turns.append(receipt.turns)
-        self._seconds.append(receipt.ended_at_s - receipt.started_at_s)
-
-    def recent(self) -> dict[str, float | int | None]:
-        now_s = self._now()
-        while self._ends and now_s - self._ends[0] > _RATE_WINDOW_S:
-            self._ends.popleft()
-        window_s = max(min(_RATE_WINDOW_S, now_s - self._since_s), 1e-3)
-        return {
-            "episodes_per_hour": len(self._ends) / window_s * 3600,
-            "reward_mean": _mean(self._rewards),
-            "tokens_mean": _mean(self._tokens),
-            "turns_mean": _mean(self._turns),
-            "seconds_mean": _mean(self._seconds),
-            "lost_attempts": self.lost,
-            "duplicates": self.duplicates,
-        }
-
-
-def _mean(values: deque[float] | deque[int]) -> float | None:
-    return sum(values) / len(values) if values else None
-
-
 async def until_first_ends(*works: Coroutine[Any, Any, None]) -> None:
     """Run all until one ends, cancel the others, raise what it raised."""
     tasks = [asyncio.ensure_future(work) for work in works]
@@ -551,31 +503,3 @@ async def until_first_ends(*works: Coroutine[Any, Any, None]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
     for task in done:
         task.result()
-
-
-# ------------------------------------------------------------------------------- remembered failures
-
-
-def append_failure(path: Path, episode_id: str, failure: FailedAttempt) -> None:
-    """One JSON line. A torn last line (a crash) is skipped when read: a forgotten failure costs one more try."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"episode_id": episode_id, **asdict(failure)}) + "\n")
-
-
-def read_failures(path: Path, landed: frozenset[str]) -> Mapping[str, list[FailedAttempt]]:
-    """Failures of episodes that have not landed, in order."""
-    found: dict[str, list[FailedAttempt]] = {}
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
-        return found
-    for line in lines:
-        try:
-            value = json.loads(line)
-            episode_id = value.pop("episode_id")
-            failure = FailedAttempt(**{**value, "boundary": Boundary(value["boundary"])})
-        except (ValueError, KeyError, TypeError):
-            continue
-        if episode_id not in landed:
-            found.setdefault(episode_id, []).append(failure)
-    return found

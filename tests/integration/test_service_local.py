@@ -17,10 +17,11 @@ from farm.config import FarmConfig, parse_config
 from farm.dispatch import EndlessPlan, FinitePlan, Plan, PlanSpec
 from farm.elastic import EngineView
 from farm.errors import FarmError
+from farm.failure_memory import read_failures
 from farm.policy_log import PolicyLog
 from farm.run_folder import RunFolder
 from farm.sandbox.fake import FakeProvider
-from farm.service import Farm, FarmParts, Placement, read_failures
+from farm.service import Farm, FarmParts, Placement
 from farm.start import open_run
 from farm.trajectory_log import DirectoryLog
 from farm.types import (
