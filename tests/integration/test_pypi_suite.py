@@ -1,20 +1,18 @@
 """The tasks from real packages: whole, solvable, noticed by their tests, graded in real sandboxes."""
 
-import asyncio
-import time
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from farm.errors import UsageError
-from farm.grader import grading_spec, make_grader
-from farm.sandbox import make_provider
 from farm.suites import pypi, qualify, sdist
 from farm.suites.operators import KINDS
 from farm.suites.repo import workspace_files
 from farm.tasks import load_tasks
-from farm.types import Limits, SdistFiles, Task
-
-LIMITS = Limits(grade_s=90.0, agent_s=100.0, episode_s=110.0)
+from farm.trajectory_log import DirectoryLog
+from farm.types import Cursor, Graded, SdistFiles, Task
 
 
 @pytest.fixture(scope="module")
@@ -57,19 +55,18 @@ def test_all_are_qualified_as_they_are_now(tasks: list[Task]) -> None:
         assert result.graded == qualify.graded_digest(task)
 
 
-def test_gold_resolves_and_empty_does_not_in_a_sandbox(tasks: list[Task]) -> None:
-    provider, grader = make_provider("bubblewrap"), make_grader("tests")
-    chosen = {task.strata["package"]: task for task in tasks}
-
-    async def graded(task: Task, patch: str) -> bool:
-        spec = grading_spec(task, limits=LIMITS, owner="test", deadline_at_s=time.time() + LIMITS.episode_s)
-        async with provider.open(spec) as sandbox:
-            return (await grader.grade(task, patch, sandbox=sandbox, limits=LIMITS)).resolved
-
-    async def all_of_them() -> list[list[bool]]:
-        return [[await graded(task, task.patch), await graded(task, "")] for task in chosen.values()]
-
-    assert asyncio.run(all_of_them()) == [[True, False]] * len(chosen)
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("agent", "reward"), [("oracle", 1.0), ("null", 0.0)])
+def test_rollout_of_the_whole_suite(tasks: list[Task], tmp_path: Path, agent: str, reward: float) -> None:
+    farm = Path(sys.executable).with_name("farm")
+    command = [farm, "rollout", "--tasks", "pypi", "--agent", agent, "--workers", "2", "--run", tmp_path / "run"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=380, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [row for _, row in DirectoryLog(tmp_path / "run" / "trajectories").read(Cursor())]
+    assert {row.instance_id for row in rows} == {task.instance_id for task in tasks}
+    assert len(rows) == len(tasks)
+    outcomes = {row.instance_id: row.outcome.reward if isinstance(row.outcome, Graded) else row.outcome for row in rows}
+    assert outcomes == dict.fromkeys(outcomes, reward)
 
 
 def test_fetching_again_does_nothing(tasks: list[Task]) -> None:
