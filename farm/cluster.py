@@ -18,7 +18,7 @@ import signal
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from tempfile import TemporaryDirectory
+from pathlib import Path
 from typing import Any, Protocol
 
 import dask
@@ -263,10 +263,9 @@ class FarmPlugin(SchedulerPlugin):
 class DaskCluster:
     """:class:`Cluster` on Dask. Use :func:`start_cluster`."""
 
-    def __init__(self, client: Client, local: LocalCluster | None, scratch: TemporaryDirectory[str] | None) -> None:
+    def __init__(self, client: Client, local: LocalCluster | None) -> None:
         self._client = client
         self._local = local
-        self._scratch = scratch
         self._events: asyncio.Queue[ClusterEvent] = asyncio.Queue()
         self._followers: dict[str, asyncio.Task[None]] = {}
         self._fetching: dict[str, Future] = {}
@@ -362,16 +361,18 @@ class DaskCluster:
             await asyncio.wait_for(self._client.close(), timeout=_CLOSE_S)
         if self._local is not None:
             await asyncio.wait_for(self._local.close(), timeout=_CLOSE_S)
-        if self._scratch is not None:
-            self._scratch.cleanup()
 
 
 def attempt_key(episode_id: str, number: int) -> str:
     return f"attempt-{episode_id}-{number}"
 
 
-async def start_cluster(config: ClusterConfig, *, workers: int, runner: str, options: Mapping[str, Any]) -> Cluster:
+async def start_cluster(
+    config: ClusterConfig, *, workers: int, runner: str, options: Mapping[str, Any], scratch: Path
+) -> Cluster:
     """A cluster of its own with ``workers`` workers on loopback, or the scheduler at ``config.address``.
+
+    ``scratch`` is a folder for Dask's own files; the caller removes it.
 
     Raises ``UsageError`` when that scheduler can't be reached, ``FarmError`` when no worker comes up."""
     dask.config.set(SETTINGS)
@@ -379,7 +380,6 @@ async def start_cluster(config: ClusterConfig, *, workers: int, runner: str, opt
         logging.getLogger(name).setLevel(logging.CRITICAL)
     if config.address:
         return await _join(config, runner=runner, options=options)
-    scratch = TemporaryDirectory(prefix="rollout-farm-dask-", ignore_cleanup_errors=True)
     local = await LocalCluster(
         n_workers=workers,
         threads_per_worker=config.slots,
@@ -388,7 +388,7 @@ async def start_cluster(config: ClusterConfig, *, workers: int, runner: str, opt
         scheduler_port=config.port,
         dashboard_address="127.0.0.1:0",
         memory_limit=0,
-        local_directory=scratch.name,
+        local_directory=str(scratch),
         asynchronous=True,
         silence_logs=logging.ERROR,
     )
@@ -398,9 +398,8 @@ async def start_cluster(config: ClusterConfig, *, workers: int, runner: str, opt
         await _wait_for_workers(client, workers)
     except BaseException:
         await local.close()
-        scratch.cleanup()
         raise
-    return DaskCluster(client, local, scratch)
+    return DaskCluster(client, local)
 
 
 async def _join(config: ClusterConfig, *, runner: str, options: Mapping[str, Any]) -> Cluster:
@@ -425,7 +424,7 @@ async def _join(config: ClusterConfig, *, runner: str, options: Mapping[str, Any
     except BaseException:
         await client.close()
         raise
-    return DaskCluster(client, None, None)
+    return DaskCluster(client, None)
 
 
 async def _wait_for_workers(client: Client, count: int) -> None:

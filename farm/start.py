@@ -130,7 +130,12 @@ async def running_farm(
             fault_rate=config.inject.rate,
             fault_seed=config.inject.seed,
         )
-        cluster = await start_cluster(config.cluster, workers=minimum, runner=RUNNER, options={"options": options})
+        scratch = run.path / ".scratch"
+        shutil.rmtree(scratch, ignore_errors=True)  # of a farm that was killed
+        stack.callback(shutil.rmtree, scratch, ignore_errors=True)
+        cluster = await start_cluster(
+            config.cluster, workers=minimum, runner=RUNNER, options={"options": options}, scratch=scratch
+        )
         stack.push_async_callback(cluster.close)
         yield Farm(
             FarmParts(

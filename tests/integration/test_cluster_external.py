@@ -109,7 +109,9 @@ class _process:
 def test_work_on_a_scheduler_of_others_over_tls(scheduler: ClusterConfig) -> None:
     async def main() -> None:
         for _ in range(2):  # the second farm finds everything as the first one left it
-            cluster = await start_cluster(scheduler, workers=1, runner="external_test_runner:Runner", options={})
+            cluster = await start_cluster(
+                scheduler, workers=1, runner="external_test_runner:Runner", options={}, scratch=Path()
+            )
             try:
                 async with asyncio.timeout(60):
                     assert cluster.address == scheduler.address
