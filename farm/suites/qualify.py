@@ -47,8 +47,8 @@ class Qualification:
 
 
 def graded_digest(task: Task) -> str:
-    """Digest of all that a grade depends on: not of the split's name, weights or strata."""
-    return replace(task, dataset="", weight=1.0, strata={}).digest
+    """Digest of all that a grade depends on: not of the issue's text, the split's name, weights or strata."""
+    return replace(task, problem_statement="", dataset="", weight=1.0, strata={}).digest
 
 
 async def qualify(

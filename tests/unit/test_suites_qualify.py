@@ -118,7 +118,9 @@ def test_what_can_not_be_graded_says_so() -> None:
 
 def test_digest_covers_what_is_graded_and_nothing_else() -> None:
     base = qualify.graded_digest(task("a"))
-    assert base == qualify.graded_digest(task("a", dataset="d@2", weight=2.0, strata={"kind": "x"}))
+    assert base == qualify.graded_digest(
+        task("a", dataset="d@2", weight=2.0, strata={"kind": "x"}, problem_statement="y")
+    )
     assert base != qualify.graded_digest(task("a", eval_script="x"))
     assert base != qualify.graded_digest(task("a", patch="x"))
 
