@@ -73,10 +73,17 @@ def load(package: str | None = None) -> list[Task]:
     known = sources()
     if package is not None and package not in known:
         raise UsageError(f"--tasks pypi:{package}: unknown package; allowed are {', '.join(sorted(known))}")
-    data = (DATASET / "tasks.jsonl").read_bytes()
-    dataset = f"pypi@{hashlib.sha256(data).hexdigest()[:12]}"
-    rows = [json.loads(line) for line in data.splitlines()]
-    return [task_of(known[row["package"]], row, dataset) for row in rows if package in (None, row["package"])]
+    path = DATASET / "tasks.jsonl"
+    try:
+        data = path.read_bytes()
+        rows = [json.loads(line) for line in data.splitlines()]
+        dataset = f"pypi@{hashlib.sha256(data).hexdigest()[:12]}"
+        return [task_of(known[row["package"]], row, dataset) for row in rows if package in (None, row["package"])]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"{path} can't be read ({type(error).__name__}: {error}): restore it, or make it with "
+            "`python -m farm.suites.pypi make`"
+        ) from error
 
 
 def task_of(source: Source, row: Mapping[str, Any], dataset: str) -> Task:

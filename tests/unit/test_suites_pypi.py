@@ -171,6 +171,17 @@ def test_unknown_package_lists_the_choices() -> None:
         pypi.load("nope")
 
 
+@pytest.mark.parametrize("content", [None, "{", '{"package": "boltons"}\n', '{"package": "nope"}\n'])
+def test_unreadable_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None) -> None:
+    for name in ("requirements.txt", "sources.json"):
+        (tmp_path / name).write_text((pypi.DATASET / name).read_text())
+    if content is not None:
+        (tmp_path / "tasks.jsonl").write_text(content)
+    monkeypatch.setattr(pypi, "DATASET", tmp_path)
+    with pytest.raises(UsageError, match=r"tasks\.jsonl can't be read"):
+        pypi.load()
+
+
 def test_pins_and_facts_agree() -> None:
     found = pypi.sources()
     assert len(found) >= 3
