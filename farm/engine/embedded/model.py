@@ -44,7 +44,9 @@ class StepInput:
     ``decode_rows``.
 
     ``mask`` [R, 1, L] is added to the decode scores of rows 0..R-1 (0 where a row holds a token, -inf where not);
-    ``wanted`` are the indices of the tokens whose logits are asked for.
+    ``wanted`` are the indices of the tokens whose logits are asked for. When these are the decode tokens followed by
+    the last tokens of some chunks, ``ends`` are those last tokens as chunks of length 1, with offsets in ``wanted``;
+    nothing else is then computed of the last layer but keys and values. Otherwise ``ends`` is None.
     """
 
     ids: torch.Tensor
@@ -55,6 +57,7 @@ class StepInput:
     mask: torch.Tensor | None
     chunks: Sequence[Chunk]
     wanted: torch.Tensor
+    ends: Sequence[Chunk] | None
 
 
 class KVStore:
@@ -207,6 +210,7 @@ class Decoder:
         turns = self._turns[batch.positions].unsqueeze_(1)
         queries_end, keys_end = c.heads, c.heads + c.kv_heads
         total = batch.ids.shape[0]
+        chunks = batch.chunks
         hidden = weights.embed[batch.ids]
         for n, layer in enumerate(weights.layers):
             qkv = torch.mm(self._normed(hidden), layer.qkv).view(total, -1, c.head_dim)
@@ -216,14 +220,19 @@ class Decoder:
             keys, values = store.keys[n], store.values[n]
             keys.permute(0, 3, 1, 2).index_put_((batch.rows, batch.positions), qk[:, queries_end:])
             values.permute(0, 2, 1, 3).index_put_((batch.rows, batch.positions), qkv[:, keys_end:])
-            attended = self._attention(batch, qk[:, :queries_end], keys, values)
+            queries = qk[:, :queries_end]
+            if batch.ends is not None and n == c.layers - 1:
+                hidden, queries, chunks = hidden[batch.wanted], queries[batch.wanted], batch.ends
+            attended = self._attention(batch, chunks, queries, keys, values)
             hidden = torch.addmm(hidden, attended, layer.out)
             normed = self._normed(hidden)
             if isinstance(layer.mlp, _Dense):
                 hidden = torch.addmm(hidden, _swiglu(torch.mm(normed, layer.mlp.gate_up)), layer.mlp.down)
             else:
                 hidden = hidden + self._experts(normed, layer.mlp)
-        return torch.mm(self._normed(hidden[batch.wanted]), weights.head)
+        if batch.ends is None:
+            hidden = hidden[batch.wanted]
+        return torch.mm(self._normed(hidden), weights.head)
 
     def _normed(self, x: torch.Tensor) -> torch.Tensor:
         """RMS norm over the last dimension, without weights; cheaper than ``F.rms_norm``, which is slow on CPU."""
@@ -231,18 +240,24 @@ class Decoder:
         return x * torch.addcmul(self._eps, length, length, value=1 / x.shape[-1]).rsqrt_()
 
     def _attention(
-        self, batch: StepInput, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+        self,
+        batch: StepInput,
+        chunks: Sequence[Chunk],
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
     ) -> torch.Tensor:
         """queries [T, heads, head_dim] -> attended [T, heads * head_dim]."""
         c = self.weights.config
-        parts = []
+        parts: list[torch.Tensor] = []
         if batch.mask is not None:
             parts.append(self._decode_attention(batch, queries, keys, values))
-        for chunk in batch.chunks:
+        for chunk in chunks:
             piece = queries[chunk.offset : chunk.offset + chunk.length]
             parts.append(self._chunk_attention(chunk, piece, keys[chunk.row], values[chunk.row]))
-        joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return joined.view(-1, c.heads * c.head_dim)
+        if not parts:
+            return queries.reshape(0, c.heads * c.head_dim)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _decode_attention(
         self, batch: StepInput, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor

@@ -223,9 +223,11 @@ class Scheduler:
         taken = np.zeros(self.running, np.int32)
         taken[decode] = 1
         chunks, scored = self._chunks(pending, taken)
-        done = np.flatnonzero(taken == pending)  # rows whose next token can be sampled
+        # Rows whose next token can be sampled: the decoding ones, then those whose prompt ends in this step.
+        ends = [c for c in chunks if c.length == pending[c.row]]
+        done = np.concatenate([decode, np.array([c.row for c in ends], np.int64)]) if ends else decode
         with torch.inference_mode():
-            logits = self._decoder.step(self._assemble(decode, chunks, done, scored), self._store)
+            logits = self._decoder.step(self._assemble(decode, chunks, ends, scored), self._store)
             first = len(done)
             for chunk in scored:
                 self._score_inputs(chunk, logits[first : first + chunk.length])
@@ -255,10 +257,9 @@ class Scheduler:
         return chunks, [c for c in chunks if self._running[c.row].scoring_from is not None]
 
     def _assemble(
-        self, decode: NDArray[np.int64], chunks: list[Chunk], done: NDArray[np.int64], scored: list[Chunk]
+        self, decode: NDArray[np.int64], chunks: list[Chunk], ends: list[Chunk], scored: list[Chunk]
     ) -> StepInput:
-        """The step's tensors; ``wanted`` begins with the last token of each row of ``done``, then whole scored
-        chunks."""
+        """The step's tensors; ``wanted``: all decode tokens, the last tokens of ``ends``, then whole scored chunks."""
         table = self._table
         positions = table["computed"][decode]
         ids = self._tokens[decode, positions]
@@ -270,15 +271,14 @@ class Scheduler:
             rows = np.repeat(
                 np.concatenate([decode, [c.row for c in chunks]]), [1] * len(decode) + [c.length for c in chunks]
             )
-        last = np.zeros(self.running, np.int64)
-        last[decode] = np.arange(len(decode))
-        for chunk in chunks:
-            last[chunk.row] = chunk.offset + chunk.length - 1
-        wanted = last[done]
+        count = len(decode)
+        wanted = np.arange(count)
+        if ends:
+            wanted = np.concatenate([wanted, [c.offset + c.length - 1 for c in ends]])
         if scored:
             wanted = np.concatenate([wanted, *(np.arange(c.offset, c.offset + c.length) for c in scored)])
         mask = None
-        if len(decode):
+        if count:
             region = int(decode[-1]) + 1
             lengths = table["computed"][:region] + 1
             longest = int(lengths[decode].max())
@@ -290,10 +290,13 @@ class Scheduler:
             rows=torch.from_numpy(rows),
             positions=torch.from_numpy(positions.astype(np.int64)),
             decode_rows=torch.from_numpy(decode),
-            decode_in_order=len(decode) > 0 and len(decode) == int(decode[-1]) + 1,
+            decode_in_order=count > 0 and count == int(decode[-1]) + 1,
             mask=mask,
             chunks=chunks,
             wanted=torch.from_numpy(wanted),
+            ends=None
+            if scored
+            else [Chunk(c.row, c.position + c.length - 1, count + n, 1) for n, c in enumerate(ends)],
         )
 
     def _score_inputs(self, chunk: Chunk, logits: torch.Tensor) -> None:
@@ -321,7 +324,7 @@ class Scheduler:
         table["tokens"][rows] += 1
         self.counters.generated_tokens += len(rows)
         now = self._now()
-        for row in done[position == mine["prompt"]].tolist():
+        for row in done[(position == mine["prompt"]) & grow].tolist():
             self._running[row].first_token_s = now
         stopped = (mine["stops"] == ids[:, None]).any(1) & grow
         ended = stopped | (position + 1 >= mine["end"])
