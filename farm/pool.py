@@ -29,6 +29,7 @@ from farm.protocols import Engine, EngineInfo, EngineLoad
 from farm.types import PolicyVersion, version_step
 
 _FAILURES_UNTIL_DOWN = 2
+_CANCEL_AGAIN_S = 1.0
 _MAX_DOUBLINGS = 4
 _RESUME_S = 30.0
 
@@ -235,10 +236,11 @@ class EnginePool:
         finally:
             keepers = list(self._keepers.values())
             self._keepers.clear()
-            for keeper in keepers:
-                keeper.cancel()
-            if keepers:
-                await asyncio.wait(keepers)
+            pending = set(keepers)
+            while pending:  # a cancellation that meets a time-out of the client's can get lost: ask again
+                for keeper in pending:
+                    keeper.cancel()
+                _, pending = await asyncio.wait(pending, timeout=_CANCEL_AGAIN_S)
 
     async def _keep(self, engine: Engine) -> None:
         wake = self._wakes[engine.url]
