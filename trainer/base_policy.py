@@ -33,7 +33,7 @@ from trainer.demonstrations import PRETRAINING, transcripts
 
 SEED = 0
 TRANSCRIPTS = 10_000
-STEPS = 700
+STEPS = 900
 LEARNING_RATE = 3e-3
 BATCH = 16
 

@@ -36,7 +36,7 @@ class Habit:
     tries: int
 
 
-PRETRAINING = Habit(right_first=0.05, right_later=0.05, retry=0.25, tries=3)
+PRETRAINING = Habit(right_first=0.3, right_later=0.3, retry=0.25, tries=2)
 DEMONSTRATION = Habit(right_first=0.6, right_later=0.6, retry=1.0, tries=3)
 
 

@@ -13,14 +13,18 @@ from farm.suites.operators import Mutation
 VAGUE = ("the result is wrong", "this can not be right", "please fix it")
 
 _BY_KIND = {
-    "strict": ("wrong at the limit", "the edge value is wrong"),
-    "flip": ("it compares backwards", "wrong way round"),
-    "augment": ("it counts the wrong way", "the total moves the wrong way"),
     "negate": ("the test is inverted", "it needs the opposite test"),
     "number": ("off by one", "one too many"),
-    "truth": ("it says the opposite", "the answer is inverted"),
 }
 _BY_INTENT = {
+    "<": ("it should be less", "expected below"),
+    "<=": ("it should be at most", "expected up to"),
+    ">": ("it should be more", "expected above"),
+    ">=": ("it should be at least", "expected no less"),
+    "+=": ("it should go up", "expected an increase"),
+    "-=": ("it should go down", "expected a decrease"),
+    "True": ("it should say yes", "expected yes"),
+    "False": ("it should say no", "expected no"),
     "+": ("it should add", "expected a sum"),
     "-": ("it should subtract", "expected a difference"),
     "*": ("it should multiply", "expected a product"),

@@ -21,7 +21,7 @@ from farm.suites.micro_sim import CHECK, READ, UNDO, Simulation
 from farm.suites.repo import workspace_files
 from farm.types import Limits, Task
 
-NUMBER = 6
+NUMBER = 4
 
 
 @pytest.fixture
