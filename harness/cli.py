@@ -47,9 +47,9 @@ def reproduce(claim_ids: tuple[str, ...], everything: bool, profile_name: str, o
 @click.option("--out", type=click.Path(path_type=Path), default=Path("build/bench.json"), show_default=True)
 def bench(out: Path) -> None:
     """Measure the speed of the parts: prints a table and writes it as JSON."""
-    from harness import bench as work
+    from harness.bench import bench as run
 
-    work.bench(out)
+    run(out)
 
 
 def main() -> None:

@@ -108,7 +108,7 @@ class Lab:
     def _train(self, folder: Path, policy: Path, *, mode: str, steps: int, seed: int) -> None:
         run = str(folder / "run")
         settings = ("--set", f"rollout.mode={mode}", "--set", f"rollout.seed={seed}")
-        farm = self._start(folder, "farm", "up", "--workers", "1", "--run", run, "--policy", str(policy), *settings)
+        farm = self._start(folder, "farm", "up", "--workers", "2", "--run", run, "--policy", str(policy), *settings)
         try:
             self._command(
                 folder, "trainer", "train", "--run", run, "--policy", str(policy), "--steps", str(steps),

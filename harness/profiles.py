@@ -32,18 +32,18 @@ PROFILES = {
         sandbox_starts=20,
         infra_tasks=20,
         seeds=(0,),
-        expected_s={"sft": 25, "rl": 40, "sync": 30, "eval": 12, "infra": 15},
+        expected_s={"eval": 15, "sft": 30, "rl": 45, "compare": 45, "infra": 15, "sandbox": 10},
     ),
     "full": Profile(
         name="full",
         attempts=4,
         benchmark_tasks=None,
-        rl_steps=60,
+        rl_steps=45,
         compare_steps=8,
         sandbox_starts=100,
         infra_tasks=100,
         seeds=(0,),
-        expected_s={"sft": 40, "rl": 600, "sync": 90, "eval": 45, "infra": 45},
+        expected_s={"eval": 35, "sft": 30, "rl": 560, "compare": 120, "infra": 35, "sandbox": 15},
     ),
 }
 

@@ -44,3 +44,7 @@ def _cell(claim: dict[str, Any]) -> str:
     unit, _, note = here["unit"].partition(" ")
     interval = f"{here['value']:.3g} {unit} [{here['low']:.3g}, {here['high']:.3g}]"
     return f"{interval} {note}, n={here['n']}".replace(" ,", ",")
+
+
+if __name__ == "__main__":
+    update()

@@ -37,9 +37,9 @@ def _children(pid: int) -> set[int]:
 def _open_files(folder: str) -> set[str]:
     """Sockets, and files below ``folder``, that this process holds open."""
     found = set()
-    for entry in os.listdir("/proc/self/fd"):
+    for entry in Path("/proc/self/fd").iterdir():
         try:
-            target = os.readlink(f"/proc/self/fd/{entry}")
+            target = str(entry.readlink())
         except OSError:
             continue
         if target.startswith(("socket:", folder)):
@@ -62,11 +62,11 @@ def nothing_left_behind(tmp_path: Path) -> Iterator[None]:
     assert not opened, f"left open: {sorted(opened)}"
 
 
-def pytest_sessionstart(session: pytest.Session) -> None:
+def pytest_configure() -> None:
     os.environ.setdefault(_MARK, str(os.getpid()))
 
 
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:  # noqa: ARG001 - pytest passes both by name
     """Daemonised processes have another parent; their environment still tells whose they are."""
     if hasattr(session.config, "workerinput"):
         return
