@@ -18,7 +18,6 @@ class Profile:
     compare_steps: int
     sandbox_starts: int
     infra_tasks: int
-    seeds: tuple[int, ...]
     expected_s: dict[str, float]
 
 
@@ -31,19 +30,17 @@ PROFILES = {
         compare_steps=2,
         sandbox_starts=20,
         infra_tasks=20,
-        seeds=(0,),
         expected_s={"eval": 15, "sft": 30, "rl": 45, "compare": 45, "infra": 15, "sandbox": 10},
     ),
     "full": Profile(
         name="full",
         attempts=4,
         benchmark_tasks=None,
-        rl_steps=45,
-        compare_steps=8,
+        rl_steps=40,
+        compare_steps=6,
         sandbox_starts=100,
         infra_tasks=100,
-        seeds=(0,),
-        expected_s={"eval": 35, "sft": 30, "rl": 560, "compare": 120, "infra": 35, "sandbox": 15},
+        expected_s={"eval": 35, "sft": 30, "rl": 480, "compare": 90, "infra": 35, "sandbox": 15},
     ),
 }
 

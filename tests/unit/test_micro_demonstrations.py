@@ -41,7 +41,7 @@ def test_demonstrations_solve_most_and_pretraining_few(
 ) -> None:
     assert solved(demonstrations) > 0.8
     pretraining = list(transcripts(renderer, "sft", count=COUNT, habit=PRETRAINING, seed=1))
-    assert 0.02 < solved(pretraining) < 0.3
+    assert 0.1 < solved(pretraining) < 0.7 < solved(demonstrations)
     assert all(row.end_reason == EndReason.SUBMITTED and row.turns[-1].action == "submit" for row in pretraining)
 
 
