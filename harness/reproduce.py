@@ -27,7 +27,7 @@ def reproduce(claim_ids: tuple[str, ...], *, profile_name: str, out: Path | None
     lab = Lab(folder=BUILD / profile_name, profile=settings, console=console, plan=_plan(chosen))
     rows = [_run(claim, lab) for claim in chosen]
     report.write(folder, rows, provenance(profile_name))
-    console.print(report.table(rows), markup=False)
+    console.print(report.table(rows), markup=False, soft_wrap=True)
     console.print(f"report: {folder / 'report.md'}")
     return int(any(row.problem for row in rows))
 
