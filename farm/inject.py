@@ -7,7 +7,7 @@ command, in the first request to the engine, when grading begins, in the agent's
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 
@@ -164,9 +164,3 @@ class _FailingGrader:
 
     async def grade(self, task: Task, patch: str, *, sandbox: Sandbox, limits: Limits) -> Evidence:
         raise self._error
-
-
-def planned(plan: FaultPlan, episodes: Sequence[str]) -> dict[str, Boundary]:
-    """Which of ``episodes`` the plan fails at their first attempt, and where."""
-    found = {episode: plan.boundary(episode, 1) for episode in episodes}
-    return {episode: boundary for episode, boundary in found.items() if boundary is not None}

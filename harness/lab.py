@@ -6,6 +6,7 @@ A stage is one folder below ``build/reproduce/<profile>``; its ``done.json`` is 
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import subprocess
@@ -20,7 +21,7 @@ from rich.console import Console
 from farm.durable import write_json
 from farm.types import Boundary
 from harness.profiles import Profile
-from harness.provenance import ROOT
+from harness.provenance import ROOT, commit
 
 BASE_POLICY = ROOT / "datasets" / "micro" / "base-policy"
 STAGE_LIMIT_S = 3600.0
@@ -51,10 +52,15 @@ class Lab:
             folder.mkdir(parents=True)
             started_s = time.monotonic()
             work(folder)
-            write_json(folder / "done.json", {"wall_s": time.monotonic() - started_s})
+            write_json(folder / "done.json", {"wall_s": time.monotonic() - started_s, "commit": commit()})
         if name in self.plan:
             self.plan.remove(name)
         return folder
+
+    def commits(self) -> dict[str, str | None]:
+        """The commit each finished stage was run at: a kept stage may be older than the report."""
+        done = sorted(self.folder.glob("*/done.json"))
+        return {path.parent.name: json.loads(path.read_text()).get("commit") for path in done}
 
     def evaluate(self, name: str, policy: Path) -> Path:
         """The run folder of ``policy`` on the benchmark."""

@@ -28,11 +28,6 @@ class TaskRates:
     failures: int
     ungraded: tuple[str, ...]
 
-    @property
-    def infra_rate(self) -> float:
-        total = self.graded + self.failures
-        return self.failures / total if total else 0.0
-
 
 def task_rates(trajectories: Iterable[Trajectory]) -> TaskRates:
     passed: dict[str, int] = defaultdict(int)
@@ -90,15 +85,4 @@ def end_reasons(trajectories: Iterable[Trajectory]) -> dict[str, int]:
     counts: dict[str, int] = defaultdict(int)
     for trajectory in trajectories:
         counts[trajectory.end_reason.value] += 1
-    return dict(sorted(counts.items()))
-
-
-def failure_kinds(trajectories: Iterable[Trajectory]) -> dict[str, int]:
-    """How often each ``boundary/kind`` ended an attempt, the retried ones included."""
-    counts: dict[str, int] = defaultdict(int)
-    for trajectory in trajectories:
-        for attempt in trajectory.prior:
-            counts[f"{attempt.boundary.value}/{attempt.kind}"] += 1
-        if isinstance(trajectory.outcome, Failed):
-            counts[f"{trajectory.outcome.boundary.value}/{trajectory.outcome.kind}"] += 1
     return dict(sorted(counts.items()))

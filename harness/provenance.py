@@ -18,12 +18,16 @@ def provenance(profile: str) -> dict[str, Any]:
     """``dirty`` tells whether tracked files outside reports/ differ from the commit."""
     return {
         "profile": profile,
-        "commit": _git("rev-parse", "HEAD"),
+        "commit": commit(),
         "dirty": bool(_git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!reports")),
         "constraints": hashlib.sha256((ROOT / "constraints.txt").read_bytes()).hexdigest()[:16],
         "versions": {name: metadata.version(name) for name in PACKAGES},
         "machine": machine(),
     }
+
+
+def commit() -> str | None:
+    return _git("rev-parse", "HEAD")
 
 
 def machine() -> dict[str, Any]:

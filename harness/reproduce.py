@@ -26,7 +26,7 @@ def reproduce(claim_ids: tuple[str, ...], *, profile_name: str, out: Path | None
     console = Console()
     lab = Lab(folder=BUILD / profile_name, profile=settings, console=console, plan=_plan(chosen))
     rows = [_run(claim, lab) for claim in chosen]
-    report.write(folder, rows, provenance(profile_name))
+    report.write(folder, rows, provenance(profile_name) | {"stages": lab.commits()})
     console.print(report.table(rows), markup=False, soft_wrap=True)
     console.print(f"report: {folder / 'report.md'}")
     return int(any(row.problem for row in rows))

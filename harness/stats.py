@@ -8,7 +8,6 @@ All functions take arrays indexed by task and a seed, and are deterministic.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import comb
 
 import numpy as np
 import numpy.typing as npt
@@ -26,15 +25,6 @@ class Estimate:
     low: float
     high: float
     n: int
-
-
-def pass_at_k(n: int, c: int, k: int) -> float:
-    """Unbiased pass@k of one task with ``c`` of ``n`` attempts passed: 1 - C(n-c, k) / C(n, k).
-
-    Source: Chen et al. 2021, arXiv 2107.03374. Raises ValueError unless 0 <= c <= n and 1 <= k <= n."""
-    if not (0 <= c <= n and 1 <= k <= n):
-        raise ValueError(f"pass@k needs 0 <= c <= n and 1 <= k <= n; got n={n}, c={c}, k={k}")
-    return 1.0 - comb(n - c, k) / comb(n, k)
 
 
 def weighted_mean(values: Floats, weights: Floats | None = None) -> Estimate:

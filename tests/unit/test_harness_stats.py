@@ -8,14 +8,6 @@ import pytest
 from harness import stats
 
 
-def test_pass_at_k_is_unbiased_by_enumeration() -> None:
-    assert stats.pass_at_k(4, 1, 1) == pytest.approx(0.25)
-    assert stats.pass_at_k(4, 2, 2) == pytest.approx(1 - 1 / 6)  # one of the six pairs holds both failures
-    assert stats.pass_at_k(4, 0, 4) == 0.0
-    with pytest.raises(ValueError, match="k=5"):
-        stats.pass_at_k(4, 1, 5)
-
-
 def test_cluster_bootstrap_covers_the_population_mean() -> None:
     """Beta-binomial tasks with within-task correlation 0.5, 100 x 4: the 95 % interval covers about 95 %."""
     rng = np.random.default_rng(1)

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-from farm.inject import BOUNDARIES, FaultPlan, planned
+from farm.inject import BOUNDARIES, FaultPlan
+from farm.types import Boundary
+
+
+def planned(plan: FaultPlan, episodes: list[str]) -> dict[str, Boundary]:
+    found = {episode: plan.boundary(episode, 1) for episode in episodes}
+    return {episode: boundary for episode, boundary in found.items() if boundary is not None}
 
 
 def test_rate_and_boundaries() -> None:
