@@ -84,16 +84,20 @@ def micro_batches(items: Iterable[TokenSequence], *, max_tokens: int, loss_on_al
     the first into the loss, not sampled ids only. Sequences without a loss token are left out.
     """
     usable = [s for s in items if len(s.ids) > 1 and (loss_on_all or s.sampled[1:].any())]
-    rows: list[TokenSequence] = []
-    out: list[MicroBatch] = []
-    for sequence in sorted(usable, key=lambda s: len(s.ids)):
-        if rows and (len(rows) + 1) * (len(sequence.ids) - 1) > max_tokens:
-            out.append(_padded(rows, loss_on_all))
-            rows = []
-        rows.append(sequence)
-    if rows:
-        out.append(_padded(rows, loss_on_all))
-    return out
+    parts = split([len(s.ids) - 1 for s in usable], max_tokens=max_tokens)
+    return [_padded([usable[n] for n in part], loss_on_all) for part in parts]
+
+
+def split(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
+    """Which sequences share a micro-batch, by their number in ``lengths``: shortest first, and as many as keep
+    rows x longest <= ``max_tokens``."""
+    parts: list[list[int]] = []
+    for number in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if parts and (len(parts[-1]) + 1) * lengths[number] <= max_tokens:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return parts
 
 
 def _padded(rows: Sequence[TokenSequence], loss_on_all: bool) -> MicroBatch:

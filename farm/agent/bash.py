@@ -11,7 +11,7 @@ How a run ends:
 - CONTEXT_FULL: no room is left for one more token, or the turn was cut off because it filled the context.
 - TIME_LIMIT: ``limits.agent_s`` have passed. A command is given no more time than is left and is never cut off from
   outside, so the sandbox stays in order; only a running ``generate`` is cancelled (and aborted at the engine).
-- MALFORMED, MAX_TOKENS: ``_UNREADABLE_TURNS`` turns in a row held no action that could be run. A turn that hit
+- MALFORMED, MAX_TOKENS: ``UNREADABLE_TURNS`` turns in a row held no action that could be run. A turn that hit
   ``max_tokens_per_turn`` without a stop token is such a turn, whatever it holds: half a command is never executed. The
   renderer closes it and the policy may go on. MAX_TOKENS when the last of them was cut off, else MALFORMED.
 
@@ -27,13 +27,12 @@ import secrets
 import time
 from collections.abc import Callable
 
+from farm.agent.caps import ENGINE_SHARE, allowance, end_of_turn
 from farm.agent.partial import attach
 from farm.errors import EngineError
 from farm.protocols import Action, AgentRun, Engine, ExecResult, GenerateRequest, Generation, Renderer, Sandbox
 from farm.types import EndReason, Event, Limits, SamplingParams, Task, Turn
 
-_UNREADABLE_TURNS = 2
-_ENGINE_SHARE = 0.5  # of agent_s: the longest that one generate may take
 _ABORT_S = 2.0
 
 
@@ -95,14 +94,12 @@ class _Run:
         context = self._renderer.start(task)
         ids: list[int] = []
         unreadable = 0
-        for _ in range(self._limits.max_turns):
+        while True:
             ids += context
-            room = self._limits.max_context_tokens - len(ids)
-            if room <= 0:
-                return EndReason.CONTEXT_FULL
-            if self._left() <= 0:
-                return EndReason.TIME_LIMIT
-            generation = await self._generate(ids, min(room, self._limits.max_tokens_per_turn))
+            allowed = allowance(self._limits, turns=len(self._turns), context_tokens=len(ids), left_s=self._left())
+            if isinstance(allowed, EndReason):
+                return allowed
+            generation = await self._generate(ids, allowed)
             if generation is None:
                 return EndReason.TIME_LIMIT
             ids += generation.output_ids
@@ -117,13 +114,11 @@ class _Run:
             self._record(context, generation, action, result)
             if action.submit:
                 return EndReason.SUBMITTED
-            if cut and len(ids) >= self._limits.max_context_tokens:
-                return EndReason.CONTEXT_FULL
             unreadable = unreadable + 1 if action.command is None else 0
-            if unreadable == _UNREADABLE_TURNS:
-                return EndReason.MAX_TOKENS if cut else EndReason.MALFORMED
+            end = end_of_turn(self._limits, cut=cut, context_tokens=len(ids), unreadable=unreadable)
+            if end is not None:
+                return end
             context = self._renderer.observe(generation.output_ids, result)
-        return EndReason.MAX_TURNS
 
     def _left(self) -> float:
         return self._deadline - self._clock()
@@ -140,7 +135,7 @@ class _Run:
         start = self._clock()
         try:
             async with asyncio.timeout_at(self._deadline) as limit:
-                generation = await self._engine.generate(request, timeout_s=self._limits.agent_s * _ENGINE_SHARE)
+                generation = await self._engine.generate(request, timeout_s=self._limits.agent_s * ENGINE_SHARE)
         except (TimeoutError, asyncio.CancelledError):
             await self._abort(request.rid)
             if not limit.expired():
