@@ -257,6 +257,9 @@ def _run(run_path: Path, config: FarmConfig, *, show_results: bool) -> None:
         sys.exit(130)
     if show_results:
         _print_results(run)
+    if farm.tripped is not None:
+        click.echo(f"farm: {farm.tripped}", err=True)
+        sys.exit(1)
     if not farm.finished:
         click.echo(f"ended before everything was done; the same command with --run {run.path} goes on")
 

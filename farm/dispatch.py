@@ -10,6 +10,9 @@ The invariant (Rule 1), asserted by property tests over any interleaving:
 * Groups are opened in plan order, and ``opened - consumed <= (max_staleness + 1) * groups_per_step`` where a trainer
   consumes (Rule: the farm's lead over the trainer is bounded).
 * A finite plan ends once failures stop: every retry is counted, by the boundary that failed or as lost, and bounded.
+* An episode lands as failed only after some attempt has succeeded since, or when nothing else is left to try: until
+  then its fault may be everybody's. When the breaker trips (:mod:`farm.breaker`) nothing more is issued and nothing
+  more lands as failed.
 
 A worker that was lost says nothing about the episode, so a loss is not counted against the budget of a boundary but in
 its own, larger one. Failed attempts are remembered and land with the episode.
@@ -25,6 +28,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from farm.breaker import Breaker, Trip
 from farm.types import (
     Boundary,
     Episode,
@@ -283,6 +287,7 @@ class _Live:
     queued_at_s: float
     next_number: int = 1
     leased: int | None = None  # number of the current attempt; None: waiting
+    held: bool = False  # retries used up; lands as failed once that can be told from a failure of everything
     prior: list[FailedAttempt] = field(default_factory=list)
 
 
@@ -324,7 +329,8 @@ def _lost_attempt(event: AttemptLost, *, started_at_s: float, now_s: float) -> F
 
 class Dispatcher:
     """See the invariant above. ``landed`` is the ledger: ids that have a row; ``failures`` are remembered attempts of
-    episodes that have none yet (from the farm's earlier life)."""
+    episodes that have none yet (from the farm's earlier life), of which the ``forgiven`` ones (episode id, attempt) use
+    up no budget: the breaker had tripped on them."""
 
     def __init__(
         self,
@@ -333,11 +339,16 @@ class Dispatcher:
         *,
         landed: Collection[str] = (),
         failures: Mapping[str, Sequence[FailedAttempt]] | None = None,
+        forgiven: Collection[tuple[str, int]] = (),
     ) -> None:
         self._plan = plan
         self._policy = policy
         self._ledger = frozenset(landed)
         self._remembered = dict(failures or {})
+        self._forgiven = frozenset(forgiven)
+        self._breaker = Breaker()
+        self._tripped: Trip | None = None
+        self._held: list[_Live] = []
         self._position = 0
         self._closed_groups = 0
         self._capacity = 0
@@ -359,6 +370,11 @@ class Dispatcher:
         if self._flights:
             return False
         return self._draining or (self._exhausted and not self._live)
+
+    @property
+    def tripped(self) -> Trip | None:
+        """Why the breaker stopped everything, if it did; the dispatcher then drains."""
+        return self._tripped
 
     @property
     def in_flight(self) -> int:
@@ -397,6 +413,8 @@ class Dispatcher:
             case Landed():
                 self._flights.pop((event.episode_id, event.attempt), None)
                 self._close(event.episode_id, "landed", now_s, commands)
+                self._breaker.succeeded()
+                self._land_held(now_s, commands)
             case AttemptFailed():
                 self._flights.pop((event.episode_id, event.failure.attempt), None)
                 self._fail(event.episode_id, event.failure, event.retryable, now_s, commands)
@@ -415,6 +433,9 @@ class Dispatcher:
             case Tick():
                 self._expire(now_s, commands)
         self._issue(now_s, commands)
+        if self._held and not self._draining and self._nothing_else_left:
+            self._land_held(now_s, commands)
+            self._issue(now_s, commands)
         return commands
 
     # -- transitions ----------------------------------------------------------------------------------
@@ -428,12 +449,16 @@ class Dispatcher:
         live.leased = None
         live.prior.append(failure)
         lost = failure.kind in LOST_KINDS and failure.boundary is Boundary.FARM
-        same = [f for f in live.prior if (f.kind in LOST_KINDS) == lost and (lost or f.boundary is failure.boundary)]
+        counted = [f for f in live.prior if (episode_id, f.attempt) not in self._forgiven]
+        same = [f for f in counted if (f.kind in LOST_KINDS) == lost and (lost or f.boundary is failure.boundary)]
         allowed = self._policy.lost_limit if lost else self._policy.retries.get(failure.boundary, 0)
         self._tally["lost" if lost else "retried"] += 1
+        if self._tripped is None and not self._draining:
+            self._tripped = self._breaker.failed(failure, slots=self._capacity, now_s=now_s)
+            self._draining = self._tripped is not None
         if not retryable or len(same) > allowed:
-            commands.append(LandFailed(episode=live.episode, failure=failure, prior=tuple(live.prior[:-1])))
-            self._close(episode_id, "failed", now_s, commands)
+            live.held = True
+            self._held.append(live)
         elif self._is_stale(live.group):
             self._drop(live, now_s, commands)
         else:
@@ -441,6 +466,21 @@ class Dispatcher:
             exponent = min(len(same) - 1, 16)
             delay = 0.0 if lost else min(self._policy.retry_delay_s * 2.0**exponent, self._policy.retry_delay_max_s)
             self._wait(live, now_s, not_before_s=now_s + delay)
+
+    def _land_held(self, now_s: float, commands: list[Command]) -> None:
+        """Others succeed, or nothing is left to try: then these have failed by themselves."""
+        if self._tripped is not None:
+            return
+        for live in self._held:
+            if live.episode.id in self._live:  # else an older attempt has landed meanwhile
+                *prior, failure = live.prior
+                commands.append(LandFailed(episode=live.episode, failure=failure, prior=tuple(prior)))
+                self._close(live.episode.id, "failed", now_s, commands)
+        self._held.clear()
+
+    @property
+    def _nothing_else_left(self) -> bool:
+        return not self._openable() and all(live.held for live in self._live.values())
 
     def _on_unissued(self, event: Unissued, now_s: float) -> None:
         self._flights.pop((event.episode_id, event.attempt), None)
@@ -492,7 +532,7 @@ class Dispatcher:
 
     def _drop_stale(self, now_s: float, commands: list[Command]) -> None:
         for live in list(self._live.values()):
-            if live.leased is None and self._is_stale(live.group):
+            if live.leased is None and not live.held and self._is_stale(live.group):
                 self._drop(live, now_s, commands)
 
     def _drop(self, live: _Live, now_s: float, commands: list[Command]) -> None:

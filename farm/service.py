@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from farm.breaker import Trip
 from farm.cluster import Cluster, Finished, Lost, Size
 from farm.config import FarmConfig
 from farm.dispatch import (
@@ -38,7 +39,7 @@ from farm.dispatch import (
     Unissued,
 )
 from farm.elastic import EngineView, FlightRules, FlightState, WorkerRange, WorkerState, next_flights, next_workers
-from farm.failure_memory import append_failure, read_failures
+from farm.failure_memory import append_amnesty, append_failure, read_failures
 from farm.farm_state import ProcessId, write_status
 from farm.policy_log import PolicyLog
 from farm.protocols import SandboxProvider
@@ -136,11 +137,13 @@ class Farm:
         self._failures_path = parts.run.logs / "failures.jsonl"
         landed = parts.log.landed()
         self._landed_before = len(landed)
+        remembered = read_failures(self._failures_path, landed)
         self._dispatcher = Dispatcher(
             parts.plan,
             dispatch_policy(parts.config, consumed=parts.plan.length is None),
             landed=landed,
-            failures=read_failures(self._failures_path, landed),
+            failures=remembered.failures,
+            forgiven=remembered.forgiven,
         )
         self._policy: PolicyVersion | None = None
         self._size = Size(workers=0, draining=0, slots=0)
@@ -153,7 +156,7 @@ class Farm:
         )
         self._workers = WorkerState(target=minimum)
         self._flights = FlightState(target=parts.config.cluster.slots * minimum)
-        self._returned: dict[str, Trajectory] = {}
+        self._returned: dict[str, Trajectory] = {}  # of failed attempts whose episodes may yet land with them
         self._jobs: set[asyncio.Task[None]] = set()
         self._job_error: BaseException | None = None
         self._tally = Tally(now=now)
@@ -181,6 +184,11 @@ class Farm:
     @property
     def draining(self) -> bool:
         return self._draining
+
+    @property
+    def tripped(self) -> Trip | None:
+        """Set when the farm stopped by itself, because everything failed in the same way."""
+        return self._dispatcher.tripped
 
     @property
     def finished(self) -> bool:
@@ -217,6 +225,8 @@ class Farm:
         else:
             self._state = "stopped" if self._draining or self._stop.is_set() else "finished"
         finally:
+            if (trip := self.tripped) is not None:
+                append_amnesty(self._failures_path, trip.boundary, trip.kind)
             await self._finish_jobs(raising=False)
             await asyncio.to_thread(parts.log.seal)
             await self._publish_status()
@@ -249,6 +259,10 @@ class Farm:
     def _handle(self, event: DispatchEvent) -> None:
         for command in self._dispatcher.handle(event, now_s=self._now()):
             self._execute(command)
+        if (trip := self.tripped) is not None and not self._draining:
+            self._draining = True
+            self._state = "draining"
+            _log.error("%s", trip)
 
     def _execute(self, command: Command) -> None:
         match command:
@@ -288,6 +302,7 @@ class Farm:
         url, step = "", 0
         fleet = self._parts.fleet
         key = (episode.id, command.number)
+        self._returned.pop(episode.id, None)
         if fleet is not None:
             placed = fleet.place(key, group_id=episode.group_id, tokens=episode.limits.max_context_tokens)
             if placed is None:
@@ -325,6 +340,7 @@ class Farm:
         match event.result:
             case Receipt() as receipt:
                 self._tally.landed(receipt)
+                self._returned.pop(event.episode_id, None)
                 self._handle(Landed(episode_id=event.episode_id, attempt=event.number))
             case Returned() as returned:
                 failed = returned.failed
@@ -338,7 +354,6 @@ class Farm:
                     retryable=failed.retryable,
                     started_at_s=returned.trajectory.started_at_s,
                 )
-                self._returned.pop(event.episode_id, None)
 
     def _end_attempt(self, key: tuple[str, int]) -> None:
         if self._parts.fleet is not None:
@@ -477,6 +492,7 @@ class Farm:
             "recent": self._tally.recent(),
             "driver_cpu_ms_per_episode": self._cpu_ms_per_episode(),
             "failures": dict(self._tally.failures),
+            "tripped": None if self.tripped is None else str(self.tripped),
             "policy": None
             if self._policy is None
             else {"step": self._policy.step, "consumed_groups": self._policy.consumed_groups},

@@ -37,6 +37,8 @@ def line(status: Mapping[str, Any]) -> str:
         parts.append(f"policy {status['policy']['step']} (engines: {', '.join(live) or '-'})")
     if problems := _problems(status):
         parts.append(problems)
+    if status.get("tripped"):
+        parts.append(status["tripped"])
     return " | ".join(parts)
 
 
@@ -78,6 +80,8 @@ def table(status: Mapping[str, Any], *, now_s: float | None = None) -> Renderabl
         grid.add_row("policy", f"step {policy['step']} published, {policy['consumed_groups']} groups consumed")
     if problems := _problems(status):
         grid.add_row("failures", Text(problems, style="yellow"))
+    if status.get("tripped"):
+        grid.add_row("stopped", Text(status["tripped"], style="red"))
     return Group(title, grid, _engines(status)) if status["engines"] else Group(title, grid)
 
 

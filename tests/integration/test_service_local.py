@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
@@ -175,6 +176,7 @@ class Setting:
         during: Callable[[Farm, InProcessCluster], Coroutine[Any, Any, None]] | None = None,
         policies: PolicyLog | None = None,
         engines: FakeEngines | None = None,
+        now: Callable[[], float] = time.time,
     ) -> tuple[Farm, InProcessCluster]:
         with DirectoryLog(self.run_folder.trajectories) as log:
             cluster = InProcessCluster(log, behave, slots=slots)
@@ -188,7 +190,8 @@ class Setting:
                     policies=policies,
                     fleet=engines,
                     provider=FakeProvider(),
-                )
+                ),
+                now=now,
             )
             beside = asyncio.create_task(during(farm, cluster)) if during else None
             try:
@@ -365,13 +368,47 @@ def test_failures_are_remembered_over_a_restart(tmp_path: Path) -> None:
 
     asyncio.run(setting.farm(setting.finite(1), behave, during=during))
     path = setting.run_folder.logs / "failures.jsonl"
-    assert {len(failures) for failures in read_failures(path, frozenset()).values()} == {1}
+    remembered = read_failures(path, frozenset())
+    assert {len(failures) for failures in remembered.failures.values()} == {1}
+    assert not remembered.forgiven
     with path.open("a") as file:
         file.write('{"episode_id": "torn')
     asyncio.run(setting.farm(setting.finite(1), solve))
     for row in setting.rows():
         assert [(p.attempt, p.boundary) for p in row.prior] == [(1, Boundary.ENGINE)]
         assert row.attempt == 2
+
+
+def test_when_everything_fails_the_farm_stops_by_itself_and_a_later_one_completes_it(tmp_path: Path) -> None:
+    setting = Setting(tmp_path)
+    count = 200
+
+    async def behave(attempt: Attempt) -> Trajectory:
+        if attempt.episode.task.instance_id == "t0":
+            return graded(attempt)
+        await asyncio.sleep(0.002)
+        return failed(attempt, Boundary.GRADER)
+
+    def fast() -> float:
+        return time.time() * 50
+
+    farm, _ = asyncio.run(setting.farm(setting.finite(count), behave, now=fast))
+    assert not farm.finished
+    assert farm.tripped is not None
+    assert (farm.tripped.boundary, farm.tripped.kind) == (Boundary.GRADER, "broken")
+    assert {row.instance_id for row in setting.rows()} == {"t0"}, "none of it landed as failed"
+    status = json.loads((tmp_path / "farm.json").read_text())
+    assert status["state"] == "stopped"
+    assert "attempts failed at grader (broken)" in status["tripped"]
+
+    remembered = read_failures(setting.run_folder.logs / "failures.jsonl", frozenset())
+    assert remembered.forgiven == {(e, f.attempt) for e, fs in remembered.failures.items() for f in fs}
+    farm, _ = asyncio.run(setting.farm(setting.finite(count), solve, slots=16))
+    assert farm.finished
+    rows = setting.rows()
+    assert len(rows) == len({row.episode_id for row in rows}) == 2 * count
+    assert all(isinstance(row.outcome, Graded) for row in rows)
+    assert any(row.prior for row in rows)
 
 
 def test_attempts_wait_for_room_on_an_engine_without_using_numbers(tmp_path: Path) -> None:

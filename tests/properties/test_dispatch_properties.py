@@ -76,19 +76,27 @@ class Simulation:
         self.capacity = 0
         self.rows: dict[str, str] = {}  # the log: episode id -> how it landed
         self.memory: dict[str, list[FailedAttempt]] = {}  # failures.jsonl
+        self.forgiven: set[tuple[str, int]] = set()
+        self.succeeding = False  # while the news of a success is being handled
         self.running: dict[tuple[str, int], Episode] = {}
         self.issued: Counter[tuple[str, int]] = Counter()
         self.opened: set[str] = set()
         self.consumed = 0
         self.step = 0
         self.cancelled: set[tuple[str, int]] = set()
+        self.dispatcher = Dispatcher(plan, policy)
         self.restart()
 
     def restart(self) -> None:
-        """kill -9 of the driver: workers die with it, the log and the remembered failures stay."""
+        """kill -9 of the driver: workers die with it, the log and the remembered failures stay. What the breaker
+        tripped on is forgiven."""
         self.running.clear()
         self.cancelled.clear()
-        self.dispatcher = Dispatcher(self.plan, self.policy, landed=self.rows, failures=self.memory)
+        if self.dispatcher.tripped is not None:
+            self.forgiven |= {(episode, f.attempt) for episode, failures in self.memory.items() for f in failures}
+        self.dispatcher = Dispatcher(
+            self.plan, self.policy, landed=self.rows, failures=self.memory, forgiven=self.forgiven
+        )
         self.send(Published(step=self.step, consumed_groups=self.consumed))
         self.send(Capacity(slots=self.capacity))
 
@@ -100,6 +108,7 @@ class Simulation:
         match command:
             case Run():
                 assert command.episode.id not in self.rows, "issued after it landed"
+                assert self.dispatcher.tripped is None
                 key = (command.episode.id, command.number)
                 assert key not in self.running
                 assert [f.attempt for f in command.prior] == sorted({f.attempt for f in command.prior})
@@ -118,6 +127,9 @@ class Simulation:
             case LandFailed():
                 assert command.episode.id not in self.rows
                 assert command.failure.attempt not in {f.attempt for f in command.prior}
+                assert self.dispatcher.tripped is None
+                tried = {episode_id for episode_id, _ in self.running} - set(self.rows) - {command.episode.id}
+                assert self.succeeding or not tried, "landed as failed while that may be everybody's failure"
                 self.rows[command.episode.id] = "failed"
             case LandDropped():
                 assert command.episode.id not in self.rows
@@ -126,7 +138,9 @@ class Simulation:
     def finish(self, key: tuple[str, int]) -> None:
         self.running.pop(key)
         self.rows.setdefault(key[0], "graded")
+        self.succeeding = True
         self.send(Landed(episode_id=key[0], attempt=key[1]))
+        self.succeeding = False
 
     def fail(self, key: tuple[str, int], boundary: Boundary, retryable: bool = True) -> None:
         self.running.pop(key)
@@ -151,9 +165,11 @@ class Simulation:
         self.capacity = max(self.capacity, 2)
         self.send(Capacity(slots=self.capacity))
         for _ in range(10_000):
-            if self.dispatcher.done:
+            if self.dispatcher.done and self.dispatcher.tripped is None:
                 return
-            if self.running:
+            if self.dispatcher.done:
+                self.restart()
+            elif self.running:
                 self.finish(next(iter(self.running)))
             else:
                 self.wait(LEASE_S)
@@ -268,6 +284,31 @@ def test_endless_plan_keeps_the_lead_and_never_stalls(
         if not sim.running and counts.waiting == 0:
             # Nothing runs and nothing waits: only a trainer that has a whole step's groups before it may be the cause.
             assert counts.closed_groups - sim.consumed >= groups_per_step
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), slots=st.integers(1, 12), retryable=st.booleans(), before=st.integers(0, 6))
+def test_a_farm_where_everything_fails_stops_and_its_successor_completes_all(
+    data: st.DataObject, slots: int, retryable: bool, before: int
+) -> None:
+    tasks = [make_task(f"t{i}") for i in range(40)]
+    sim = Simulation(FinitePlan(tasks, spec()), DispatchPolicy(retries=RETRIES, lost_limit=4, lease_s=LEASE_S))
+    sim.capacity = slots
+    sim.send(Capacity(slots=slots))
+    for _ in range(before):
+        sim.finish(next(iter(sim.running)))
+    boundary = data.draw(st.sampled_from(list(Boundary)))
+    failed = 0
+    while not sim.dispatcher.done:
+        sim.now_s += data.draw(st.floats(0.1, 3.0))
+        sim.fail(data.draw(st.sampled_from(list(sim.running))), boundary, retryable)
+        failed += 1
+    assert sim.dispatcher.tripped is not None
+    assert failed <= 120
+    assert len(sim.rows) == before
+    sim.restart()
+    sim.run_out()
+    assert Counter(sim.rows.values()) == {"graded": 120}
 
 
 @settings(max_examples=30, deadline=None)

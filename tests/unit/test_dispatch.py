@@ -7,6 +7,7 @@ from farm.dispatch import (
     AttemptLost,
     Cancel,
     Capacity,
+    Command,
     Dispatcher,
     DispatchPolicy,
     EndlessPlan,
@@ -56,6 +57,12 @@ def runs(commands: list[object]) -> list[tuple[str, int, int]]:
     return [(c.episode.task.instance_id, c.episode.index, c.number) for c in commands if isinstance(c, Run)]
 
 
+def failed_rows(commands: list[Command]) -> list[tuple[str, int, list[int]]]:
+    return [
+        (c.episode.id, c.failure.attempt, [f.attempt for f in c.prior]) for c in commands if isinstance(c, LandFailed)
+    ]
+
+
 def start(slots: int, policy: DispatchPolicy = POLICY) -> tuple[Dispatcher, list[Run]]:
     dispatcher = Dispatcher(FinitePlan(TASKS, SPEC), policy)
     dispatcher.handle(Published(step=0, consumed_groups=0), now_s=0.0)
@@ -77,29 +84,63 @@ def test_a_retry_waits_for_its_delay_and_then_goes_before_newer_groups() -> None
 
 
 def test_budget_used_up_lands_as_failed_with_what_came_before() -> None:
-    dispatcher, (first, _) = start(2)
+    dispatcher, (first, second) = start(2)
     dispatcher.handle(AttemptFailed(episode_id=first.episode.id, failure=failure(1)), now_s=0.0)
     dispatcher.handle(Capacity(slots=9), now_s=5.0)
-    landed = dispatcher.handle(AttemptFailed(episode_id=first.episode.id, failure=failure(2)), now_s=6.0)
-    (command,) = [c for c in landed if isinstance(c, LandFailed)]
-    assert (command.failure.attempt, [f.attempt for f in command.prior]) == (2, [1])
+    assert not failed_rows(dispatcher.handle(AttemptFailed(episode_id=first.episode.id, failure=failure(2)), now_s=6.0))
+    landed = dispatcher.handle(Landed(episode_id=second.episode.id, attempt=1), now_s=7.0)
+    assert failed_rows(landed) == [(first.episode.id, 2, [1])], "others succeed, so it is the episode's own failure"
 
 
-def test_not_retryable_lands_at_once() -> None:
-    dispatcher, (first, _) = start(2)
-    event = AttemptFailed(episode_id=first.episode.id, failure=failure(1), retryable=False)
-    assert any(isinstance(c, LandFailed) for c in dispatcher.handle(event, now_s=0.0))
+def test_what_can_not_be_retried_lands_when_nothing_else_is_left_to_try() -> None:
+    dispatcher, issued = start(8)
+    rows = []
+    for run in issued:
+        event = AttemptFailed(episode_id=run.episode.id, failure=failure(1), retryable=False)
+        assert not rows
+        rows = failed_rows(dispatcher.handle(event, now_s=0.0))
+    assert {row[0] for row in rows} == {run.episode.id for run in issued}
+    assert dispatcher.done
+
+
+def test_when_everything_fails_the_same_way_it_stops_and_lands_none_of_it() -> None:
+    tasks = [make_task(f"t{index}") for index in range(100)]
+    plan = FinitePlan(tasks, SPEC)
+    dispatcher = Dispatcher(plan, POLICY)
+    memory: dict[str, list[FailedAttempt]] = {}
+    waiting = [c for c in dispatcher.handle(Capacity(slots=8), now_s=0.0) if isinstance(c, Run)]
+    now_s = 0.0
+    while waiting:
+        run, now_s = waiting.pop(0), now_s + 0.25
+        memory.setdefault(run.episode.id, []).append(failure(run.number))
+        event = AttemptFailed(episode_id=run.episode.id, failure=failure(run.number))
+        commands = dispatcher.handle(event, now_s=now_s)
+        assert not failed_rows(commands)
+        waiting += [c for c in commands if isinstance(c, Run)]
+    assert dispatcher.done
+    assert dispatcher.tripped is not None
+    assert dispatcher.tripped.attempts == 41, "at 4 a second in the first 10 s; three rounds of 8 were there before"
+    assert max(map(len, memory.values())) == 2, "some had used up their budget"
+
+    again = Dispatcher(plan, POLICY, failures=memory, forgiven={(e, f.attempt) for e in memory for f in memory[e]})
+    (first, *_) = again.handle(Capacity(slots=2), now_s=100.0)
+    assert isinstance(first, Run)
+    assert first.number == 3
+    again.handle(AttemptFailed(episode_id=first.episode.id, failure=failure(3)), now_s=100.0)
+    assert ("t0", 0, 4) in runs(list(again.handle(Capacity(slots=9), now_s=102.0))), "its budget is whole again"
 
 
 def test_losses_have_a_budget_of_their_own() -> None:
-    dispatcher, (first, _) = start(2)
+    dispatcher, (first, second) = start(2)
     lost = AttemptLost(episode_id=first.episode.id, attempt=1, worker="w")
     assert runs(list(dispatcher.handle(lost, now_s=0.0))) == [("t0", 0, 2)], "at once, it says nothing of the next"
     commands = dispatcher.handle(AttemptFailed(episode_id=first.episode.id, failure=failure(2)), now_s=0.0)
     assert not any(isinstance(c, LandFailed) for c in commands)
     dispatcher.handle(Capacity(slots=9), now_s=5.0)
     again = AttemptLost(episode_id=first.episode.id, attempt=3, worker="w")
-    assert any(isinstance(c, LandFailed) for c in dispatcher.handle(again, now_s=6.0))
+    dispatcher.handle(again, now_s=6.0)
+    landed = dispatcher.handle(Landed(episode_id=second.episode.id, attempt=1), now_s=7.0)
+    assert failed_rows(landed) == [(first.episode.id, 3, [1, 2])]
 
 
 def test_a_lease_that_runs_out_is_cancelled_and_issued_again_and_the_late_one_may_win() -> None:

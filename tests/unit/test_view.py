@@ -54,6 +54,12 @@ def drawn(thing: Any) -> str:
     return capture.get()
 
 
+def test_why_a_farm_stopped_by_itself_is_shown() -> None:
+    status = {**STATUS, "tripped": "stopped: 48 attempts failed at engine (refused)"}
+    assert status["tripped"] in line(status)
+    assert status["tripped"] in drawn(table(status, now_s=100.0))
+
+
 def test_plain_line_has_what_matters() -> None:
     text = line(STATUS)
     for part in (
