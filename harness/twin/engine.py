@@ -1,0 +1,344 @@
+"""Model of one SGLang engine: continuous batching, KV capacity, prefix reuse, queueing, retraction, weight updates.
+
+Decoding is fluid: every running request gets one token per decode step, and a step takes the time that the roofline (or
+a measurement) gives for the batch and its KV. Between two events (a request comes, ends, or the KV is full) the batch
+stays the same and its KV grows by one token per request and step, so the time of ``x`` steps is a quadratic in ``x``
+and nothing has to be simulated step by step. Prefill goes first and stops decoding meanwhile, as in SGLang without
+mixed chunks.
+
+Invariants: running tokens never exceed the capacity (except by the single request that an empty engine must take);
+running and kept tokens together never do once an event has been handled; a request that was submitted finishes or is
+aborted, once.
+
+The rules are SGLang's (and the embedded engine's): first come, first served; a request is admitted when its tokens and
+a share ``new_token_ratio`` of what all may still sample fit; that share starts at 0.7 and decays to 0.098 over 600
+steps; when the KV is full, kept prefixes go first, oldest first, then the requests that have sampled least go back to
+the queue; a pause sends all back, and a weight update drops everything kept. Simplification: a prefix that several
+requests share counts for each of them, which overstates KV use.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from harness.twin.clock import Timeline
+from harness.twin.roofline import EngineSpeed
+
+RATIO_START, RATIO_MIN, RATIO_STEPS = 0.7, 0.098, 600
+RETRACT_STEPS = 20
+CLIP_NEW_TOKENS = 4096
+MAX_RUNNING = 1024
+_QUEUE_CHECK_STEPS = 50  # with requests waiting, admission is looked at again after so many steps
+_TINY = 1e-9
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Request:
+    """``tokens``: prompt at first, then with what was sampled; ``sample``: how many tokens it will sample unless
+    ``max_new_tokens`` cuts it. ``prefix`` names what it continues, ``group`` whose first ``group_tokens`` it shares
+    with others."""
+
+    prefix: str
+    group: str
+    group_tokens: int
+    tokens: float
+    sample: int
+    max_new_tokens: int
+    on_done: Callable[[Request], None]
+    sampled: float = 0.0
+    cut: bool = False
+    aborted: bool = False
+    cached_tokens: float = 0.0
+    retractions: int = 0
+    queued_at_s: float = 0.0
+    first_token_at_s: float | None = None
+    _entry: int = 0  # number of its live entry in the heap of finishes; 0: not running
+    _since: float = 0.0  # decode steps done when it was admitted
+
+    @property
+    def target(self) -> int:
+        return min(self.sample, self.max_new_tokens)
+
+
+@dataclass(slots=True)
+class EngineTotals:
+    """Counts and peaks since the start; ``peak_use`` is a share of the capacity."""
+
+    requests: int = 0
+    sampled: float = 0.0
+    prompt: float = 0.0
+    cached: float = 0.0
+    retracted: int = 0
+    aborted: int = 0
+    peak_use: float = 0.0
+    peak_queued: int = 0
+    busy_s: float = 0.0
+    use_s: float = 0.0  # integral of the use over time
+    queue_s: float = 0.0  # integral of the queue length
+
+
+@dataclass(slots=True, eq=False)
+class EngineModel:
+    """Lives on ``timeline``. ``step`` is the policy it serves."""
+
+    timeline: Timeline
+    speed: EngineSpeed
+    capacity_tokens: int
+    max_running: int = MAX_RUNNING
+    step: int = 0
+    totals: EngineTotals = field(default_factory=EngineTotals)
+    _steps: float = 0.0
+    _at_s: float = 0.0  # how far the state has been advanced; ahead of the time while it prefills
+    _tokens: float = 0.0
+    _running: dict[int, Request] = field(default_factory=dict)  # by entry, in order of admission
+    _finishes: list[tuple[float, int]] = field(default_factory=list)
+    _waiting: deque[Request] = field(default_factory=deque)
+    _kept: OrderedDict[str, float] = field(default_factory=OrderedDict)
+    _kept_tokens: float = 0.0
+    _entry: int = 0
+    _ratio: float = RATIO_START
+    _ratio_at: float = 0.0
+    _paused: bool = False
+    _version: int = 0
+    _wake_s: float = math.inf
+    _is_busy: bool = False
+
+    # ------------------------------------------------------------------------------------- what is asked
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def used_tokens(self) -> float:
+        """KV tokens of running requests (SGLang's ``token_usage`` times its capacity)."""
+        return self._tokens
+
+    @property
+    def kept_tokens(self) -> float:
+        return self._kept_tokens
+
+    def requests(self) -> list[Request]:
+        return [*self._running.values(), *self._waiting]
+
+    def sampled_by(self, request: Request) -> float:
+        """Tokens that the request has sampled by now."""
+        return request.sampled + (self._steps - request._since if request._entry else 0.0)
+
+    # ------------------------------------------------------------------------------------- what is done to it
+
+    def submit(self, request: Request) -> None:
+        self._advance(self.timeline.now_s)
+        request.queued_at_s = self.timeline.now_s
+        self.totals.requests += 1
+        self._waiting.append(request)
+        self._settle()
+
+    def abort(self, request: Request) -> None:
+        """The request ends with what it has, without calling ``on_done``."""
+        self._advance(self.timeline.now_s)
+        if request._entry:
+            self._leave(request)
+        else:
+            self._waiting.remove(request)
+        request.aborted = True
+        self.totals.aborted += 1
+        self._settle()
+
+    def pause(self) -> None:
+        """All running requests go back to the queue, in their order, and their KV is dropped."""
+        self._advance(self.timeline.now_s)
+        for request in reversed(list(self._running.values())):
+            self._leave(request)
+            self._waiting.appendleft(request)
+        self._paused = True
+        self._settle()
+
+    def resume(self, step: int | None = None) -> None:
+        """Go on; with a ``step``, after its weights were loaded: nothing kept is valid any more."""
+        self._advance(self.timeline.now_s)
+        if step is not None:
+            self.step = step
+            self._kept.clear()
+            self._kept_tokens = 0.0
+        self._paused = False
+        self._settle()
+
+    # ------------------------------------------------------------------------------------- time
+
+    def _advance(self, now_s: float) -> None:
+        """Decode until ``now_s``. Never past a finish or a full cache: those are events of their own."""
+        gone_s = now_s - self._at_s
+        if gone_s <= 0.0:
+            return
+        self._at_s = now_s
+        batch = len(self._running)
+        self.totals.queue_s += gone_s * len(self._waiting)
+        if not batch:
+            return
+        self.totals.busy_s += gone_s
+        rate = self.speed.kv_token_s * batch
+        first = self.speed.step_s[batch] + self.speed.kv_token_s * self._tokens
+        steps = (math.sqrt(first * first + 2.0 * rate * gone_s) - first) / rate if rate > 0.0 else gone_s / first
+        self._steps += steps
+        self.totals.use_s += gone_s * (self._tokens + 0.5 * batch * steps) / self.capacity_tokens
+        self._tokens += batch * steps
+
+    def _settle(self) -> None:
+        """Everything that follows from the present state: finishes, admissions, evictions, the next event."""
+        if self._running:
+            self._finish_due()
+            self._make_room()
+        if self._waiting and not self._paused:
+            self._admit()
+        totals = self.totals
+        if self._tokens > totals.peak_use * self.capacity_tokens:
+            totals.peak_use = self._tokens / self.capacity_tokens
+        if len(self._waiting) > totals.peak_queued:
+            totals.peak_queued = len(self._waiting)
+        if self._kept_tokens + self._tokens > self.capacity_tokens:
+            self._evict()
+        if bool(self._running) != self._is_busy:
+            self._is_busy = not self._is_busy
+            self.timeline.busy(1.0 if self._is_busy else -1.0)
+        self._schedule()
+
+    def _schedule(self) -> None:
+        batch = len(self._running)
+        if not batch:
+            self._wake_s = math.inf
+            return
+        finishes, running = self._finishes, self._running
+        while finishes[0][1] not in running:
+            heapq.heappop(finishes)
+        steps = finishes[0][0] - self._steps
+        room = (self.capacity_tokens - self._tokens) / batch
+        if room < steps:
+            steps = room
+        if self._waiting and steps > _QUEUE_CHECK_STEPS:
+            steps = _QUEUE_CHECK_STEPS
+        if steps < 0.0:
+            steps = 0.0
+        speed = self.speed
+        taken_s = steps * (speed.step_s[batch] + speed.kv_token_s * (self._tokens + 0.5 * batch * steps))
+        wake_s = self._at_s + taken_s
+        if wake_s != self._wake_s:
+            self._wake_s = wake_s
+            self._version += 1
+            self.timeline.at(wake_s, self._wake, self._version)
+
+    def _wake(self, version: int) -> None:
+        if version != self._version:
+            return
+        self._wake_s = math.inf
+        self._advance(self.timeline.now_s)
+        self._settle()
+
+    # ------------------------------------------------------------------------------------- requests leave
+
+    def _finish_due(self) -> None:
+        finishes = self._finishes
+        due = self._steps + 1e-6
+        while finishes and (finishes[0][0] <= due or finishes[0][1] not in self._running):
+            request = self._running.get(heapq.heappop(finishes)[1])
+            if request is None:
+                continue
+            if self._at_s > self.timeline.now_s + _TINY:
+                heapq.heappush(finishes, (self._steps, request._entry))  # its first token is still being computed
+                return
+            self._leave(request)
+            request.sampled = float(request.target)
+            request.cut = request.sample > request.max_new_tokens
+            self._keep(request.prefix, request.tokens)
+            self._keep(request.group, request.group_tokens)
+            self.totals.sampled += request.target
+            request.on_done(request)
+
+    def _leave(self, request: Request) -> None:
+        """Out of the batch, with what it has sampled so far."""
+        del self._running[request._entry]
+        more = self._steps - request._since
+        request._entry = 0
+        request.sampled += more
+        request.tokens += more
+        self._tokens -= request.tokens
+        if not self._running:
+            self._tokens = 0.0  # no rounding is left behind
+
+    def _keep(self, name: str, tokens: float) -> None:
+        self._kept_tokens += tokens - self._kept.pop(name, 0.0)
+        self._kept[name] = tokens
+
+    def _evict(self) -> None:
+        while self._kept and self._kept_tokens + self._tokens > self.capacity_tokens:
+            self._kept_tokens -= self._kept.popitem(last=False)[1]
+        if not self._kept:
+            self._kept_tokens = 0.0
+
+    def _make_room(self) -> None:
+        """Retract when the cache is full: who has sampled least first, the longest of those."""
+        if self.capacity_tokens - self._tokens > len(self._running) * _TINY + 1e-6:
+            return
+        while len(self._running) > 1 and self.capacity_tokens - self._tokens < RETRACT_STEPS * len(self._running):
+            victim = min(self._running.values(), key=lambda r: (self.sampled_by(r), -r.tokens))
+            self._leave(victim)
+            victim.retractions += 1
+            self.totals.retracted += 1
+            self._waiting.appendleft(victim)
+            wanted = sum(r.max_new_tokens for r in self._running.values())
+            sampled = sum(self.sampled_by(r) for r in self._running.values())
+            self._ratio = min(1.0, (sampled + RETRACT_STEPS * len(self._running)) / (wanted + 1))
+            self._ratio_at = self._steps
+        if len(self._running) == 1 and self.capacity_tokens - self._tokens <= 1e-6:
+            (last,) = self._running.values()  # alone and still too long: SGLang aborts it
+            self._leave(last)
+            last.aborted = last.cut = True
+            self.totals.aborted += 1
+            last.on_done(last)
+
+    # ------------------------------------------------------------------------------------- requests come
+
+    def _admit(self) -> None:
+        waiting, running = self._waiting, self._running
+        while waiting and len(running) < self.max_running and self._fits(waiting[0]):
+            request = waiting.popleft()
+            kept = self._kept.pop(request.prefix, 0.0)
+            self._kept_tokens -= kept
+            if not kept and request.group in self._kept:
+                kept = self._kept[request.group]
+                self._kept.move_to_end(request.group)
+            cached = min(kept, request.tokens - 1.0)
+            if request.first_token_at_s is None:
+                request.cached_tokens = cached
+                self.totals.prompt += request.tokens
+                self.totals.cached += cached
+            self._at_s = max(self._at_s, self.timeline.now_s) + self.speed.prefill_s(request.tokens - cached, cached)
+            if request.first_token_at_s is None:
+                request.first_token_at_s = self._at_s
+            request.sampled += 1.0
+            request.tokens += 1.0
+            self._tokens += request.tokens
+            self._entry += 1
+            request._entry = self._entry
+            request._since = self._steps
+            running[self._entry] = request
+            heapq.heappush(self._finishes, (self._steps + max(0.0, request.target - request.sampled), self._entry))
+
+    def _fits(self, request: Request) -> bool:
+        running = self._running
+        if not running:
+            return True
+        ratio = max(RATIO_MIN, self._ratio - (RATIO_START - RATIO_MIN) / RATIO_STEPS * (self._steps - self._ratio_at))
+        needed = self._tokens + request.tokens + min(request.max_new_tokens - request.sampled, CLIP_NEW_TOKENS)
+        if needed + len(running) * CLIP_NEW_TOKENS * ratio <= self.capacity_tokens:
+            return True
+        left = sum(min(r.max_new_tokens - self.sampled_by(r), CLIP_NEW_TOKENS) for r in running.values())
+        return needed + left * ratio <= self.capacity_tokens
