@@ -17,12 +17,15 @@ class TaskRates:
     """Pass rate of each task, in the order of ``ids``. All arrays [T].
 
     ``excluded`` leaves failed attempts out (per protocol), ``failed`` counts them as not passed (intention to treat); a
-    task without a single graded attempt is left out of both, and named in ``ungraded``."""
+    task without a single graded attempt is left out of both, and named in ``ungraded``. ``task_passed`` and
+    ``task_graded`` are the counts behind ``excluded``."""
 
     ids: tuple[str, ...]
     excluded: Floats
     failed: Floats
     weights: Floats
+    task_passed: Floats
+    task_graded: Floats
     graded: int
     passed: int
     failures: int
@@ -48,6 +51,8 @@ def task_rates(trajectories: Iterable[Trajectory]) -> TaskRates:
         excluded=np.array([passed[t] / graded[t] for t in ids]),
         failed=np.array([passed[t] / (graded[t] + failures[t]) for t in ids]),
         weights=np.array([weights[t] for t in ids]),
+        task_passed=np.array([passed[t] for t in ids], dtype=np.float64),
+        task_graded=np.array([graded[t] for t in ids], dtype=np.float64),
         graded=sum(graded.values()),
         passed=sum(passed.values()),
         failures=sum(failures.values()),

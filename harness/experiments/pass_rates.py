@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from harness import metrics, stats
 from harness.claims import Measurement
 from harness.experiments.runs import landed, policies, sources, steps
@@ -49,12 +51,24 @@ def rl(lab: Lab) -> Measurement:
 
 def _score(run: Path) -> Estimate:
     rates = metrics.task_rates(landed(run))
-    return stats.weighted_mean(rates.excluded, rates.weights)
+    return stats.pass_rate(rates.task_passed, rates.task_graded, rates.weights).estimate
 
 
 def _gain(run: Path, before: Path) -> tuple[Estimate, float]:
     new, old, weights = metrics.paired(metrics.task_rates(landed(run)), metrics.task_rates(landed(before)))
     return stats.paired_difference(new, old, weights)
+
+
+def _several(rates: metrics.TaskRates) -> dict[str, float]:
+    """pass@k and pass^k in percent, for the most attempts that every task has."""
+    k = int(rates.task_graded.min())
+    found = {f"pass@{k}": stats.pass_at_k, f"pass^{k}": stats.pass_hat_k}
+    scores = {name: of(rates.task_passed, rates.task_graded, k) for name, of in found.items()}
+    return {name: round(100 * float(np.average(score, weights=rates.weights)), 2) for name, score in scores.items()}
+
+
+def _rounded(error: float | None) -> float | None:
+    return None if error is None else round(100 * error, 2)
 
 
 def _minutes(run: Path) -> float:
@@ -77,10 +91,23 @@ def _measurement(
     trajectories = landed(run)
     rates = metrics.task_rates(trajectories)
     both = stats.weighted_mean(rates.failed, rates.weights)
+    rated = stats.pass_rate(rates.task_passed, rates.task_graded, rates.weights)
     common = {
         "passed": rates.passed,
         "graded": rates.graded,
         "pass_at_1_failures_as_zero": round(100 * both.value, 2),
+        "interval": rated.interval,
+        "standard_error_points": {
+            "these_tasks": _rounded(rated.error_these_tasks),
+            "such_tasks": _rounded(rated.error_such_tasks),
+        },
+        # Against a score measured alike: one-sided 5 %, power 80 %.
+        "detectable_drop_points": {
+            "these_tasks": _rounded(rated.detectable_these_tasks),
+            "such_tasks": _rounded(rated.detectable_such_tasks),
+        },
+        "within_task_correlation": None if rated.correlation is None else round(rated.correlation, 2),
+        "pass_at_and_hat_k": _several(rates),
         "infra_failures": rates.failures,
         "ungraded_tasks": list(rates.ungraded),
         "end_reasons": metrics.end_reasons(trajectories),
