@@ -1,10 +1,10 @@
 # reproduce: trains a policy by asynchronous RL and regenerates every reported figure.   test: all tests.
-# check: style, types, import contracts.   bench: speed of the parts.   base-policy: makes the shipped weights anew.
+# check: style, types, import contracts.   bench: speed of the parts.   datasets, base-policy: make the shipped micro suite and weights anew.
 SHELL := bash
 BIN := .venv/bin
 PROFILE ?= full
 
-.PHONY: reproduce test check bench base-policy ci setup
+.PHONY: reproduce test check bench datasets base-policy ci setup
 reproduce: .venv/ready
 	$(BIN)/harness reproduce --all --profile $(PROFILE)
 
@@ -19,6 +19,9 @@ check: .venv/ready
 
 bench: .venv/ready
 	$(BIN)/harness bench
+
+datasets: .venv/ready
+	$(BIN)/python -m farm.suites.micro
 
 base-policy: .venv/ready
 	$(BIN)/trainer base-policy

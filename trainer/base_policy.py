@@ -3,12 +3,12 @@
     python -m trainer.base_policy --out datasets/micro/base-policy
 
 1. A tokenizer is trained on the words of the suite.
-2. Transcripts of somebody who works at random (``demonstrations.PRETRAINING``) are made on the pretraining problems,
-   whose repositories and code shapes are disjoint from the benchmark's.
-3. A Qwen3 model of 0.85 M parameters is trained on them from random weights, with the loss on *all* ids: predicting the
-   listings as well as the commands is what teaches it to copy.
+2. Transcripts of somebody who works nearly at random (``demonstrations.PRETRAINING``) are made on the pretraining
+   problems, whose repositories and code shapes are disjoint from the benchmark's; half of them only try edits.
+3. A Qwen3 model of 0.85 M parameters is trained on them from random weights (:func:`write_initial_weights`), with the
+   loss on *all* ids: predicting the listings as well as the commands is what teaches it to copy.
 
-It takes about 15 minutes on one core.
+It takes about 11 minutes on one core.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+
 from farm.durable import write_json
 from farm.errors import UsageError
 from farm.render.micro import NO_COMMAND, MicroRenderer
@@ -33,8 +37,8 @@ from trainer.demonstrations import PRETRAINING, transcripts
 
 SEED = 0
 TRANSCRIPTS = 10_000
-STEPS = 900
-LEARNING_RATE = 3e-3
+STEPS = 2500
+LEARNING_RATE = 1.5e-3
 BATCH = 16
 
 _TOKENIZER_PROBLEMS = 500
@@ -64,9 +68,10 @@ def make_base_policy(
         renderer = write_start(start)
         say(f"making {count:,} transcripts")
         rows = transcripts(renderer, micro.PRETRAIN, count=count, habit=PRETRAINING, seed=seed)
+        write_initial_weights(start, seed=seed)
         history = train_sft(
-            rows, policy=start, out=out, loss="all", init="random", steps=steps, lr=LEARNING_RATE, batch=BATCH,
-            seed=seed, on_step=report,
+            rows, policy=start, out=out, loss="all", steps=steps, lr=LEARNING_RATE, batch=BATCH, seed=seed,
+            on_step=report,
         )  # fmt: skip
     record = {
         "seed": seed,
@@ -89,6 +94,44 @@ def write_start(folder: Path) -> MicroRenderer:
     config = model_config(tokenizer.get_vocab_size(), end=tokenizer.token_to_id(END), pad=tokenizer.token_to_id(PAD))
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return MicroRenderer(folder)
+
+
+def write_initial_weights(folder: Path, *, seed: int) -> None:
+    """Write random weights beside the configuration in ``folder``: normal, standard deviation ``initializer_range``.
+
+    The output projection of every attention head is the transpose of its value projection: what a head reads it hands
+    on as it is, from the first step on. With that, and a standard deviation near 1/sqrt(width) where 0.02 is usual, a
+    model of this size learns to copy from a listing in a third of the steps."""
+    config = json.loads((folder / "config.json").read_text())
+    rng = np.random.default_rng(seed)
+    width, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"], config["num_key_value_heads"]
+
+    def normal(*shape: int) -> NDArray[np.float32]:
+        return np.asarray(config["initializer_range"] * rng.standard_normal(shape), np.float32)
+
+    def ones(size: int) -> NDArray[np.float32]:
+        return np.ones(size, np.float32)
+
+    weights = {"model.embed_tokens.weight": normal(config["vocab_size"], width), "model.norm.weight": ones(width)}
+    for number in range(config["num_hidden_layers"]):
+        values = normal(keys, head, width)
+        layer = {
+            "input_layernorm": ones(width),
+            "self_attn.q_proj": normal(queries * head, width),
+            "self_attn.k_proj": normal(keys * head, width),
+            "self_attn.v_proj": values.reshape(keys * head, width),
+            "self_attn.o_proj": np.repeat(values, queries // keys, axis=0).reshape(queries * head, width).T,
+            "self_attn.q_norm": ones(head),
+            "self_attn.k_norm": ones(head),
+            "post_attention_layernorm": ones(width),
+            "mlp.gate_proj": normal(inner, width),
+            "mlp.up_proj": normal(inner, width),
+            "mlp.down_proj": normal(width, inner),
+        }
+        for name, value in layer.items():
+            weights[f"model.layers.{number}.{name}.weight"] = np.ascontiguousarray(value)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def tokenizer_texts() -> Iterator[str]:
@@ -121,7 +164,7 @@ def model_config(vocabulary: int, *, end: int, pad: int) -> dict[str, Any]:
         "attention_bias": False,
         "attention_dropout": 0.0,
         "use_sliding_window": False,
-        "initializer_range": 0.02,
+        "initializer_range": 0.08,
         "bos_token_id": None,
         "eos_token_id": end,
         "pad_token_id": pad,

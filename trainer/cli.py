@@ -123,7 +123,7 @@ def demonstrations(out: Path, policy: Path, count: int, seed: int) -> None:
 @click.option("--out", type=_FOLDER, default=Path("build/base-policy"), show_default=True, help="New model folder.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 def base_policy(out: Path, seed: int) -> None:
-    """Make the micro policy's base weights anew (about 15 minutes). The shipped ones stay as they are."""
+    """Make the micro policy's base weights anew (about 11 minutes). The shipped ones stay as they are."""
     from trainer.base_policy import make_base_policy
 
     click.echo(json.dumps(make_base_policy(out, seed=seed, say=click.echo), indent=2))

@@ -26,7 +26,7 @@ class TrainerConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    lr: float = Field(default=2e-4, gt=0, le=1)
+    lr: float = Field(default=4e-4, gt=0, le=1)
     warmup_steps: int = Field(default=3, ge=0)
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     clip_high: float = Field(default=0.28, gt=0)

@@ -7,7 +7,7 @@ sandbox prints. Nothing was sampled from a policy, so log-probabilities are 0 an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -22,22 +22,26 @@ from farm.trajectory_log import DirectoryLog
 from farm.types import EndReason, Evidence, Graded, SamplingParams, Trajectory, Turn, Usage, content_digest
 
 WORKER = "demonstrations"
+TOUR_EDITS = 8
 _NO_USAGE = Usage()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Habit:
     """How somebody works. ``right_first``, ``right_later``: chance that the first, a later edit is the right one;
-    ``retry``: chance of another try after a failed check; ``tries``: edits at most."""
+    ``retry``: chance of another try after a failed check; ``tries``: edits at most; ``tours``: share of transcripts
+    that are tours instead: :data:`TOUR_EDITS` edits at random, each undone at once, and no end. A tour shows more
+    edits of one listing than any work does, which is what teaches that an edit's text stands in the listing."""
 
     right_first: float
     right_later: float
     retry: float
     tries: int
+    tours: float = 0.0
 
 
-PRETRAINING = Habit(right_first=0.3, right_later=0.3, retry=0.25, tries=2)
-DEMONSTRATION = Habit(right_first=0.6, right_later=0.6, retry=1.0, tries=3)
+PRETRAINING = Habit(right_first=0.1, right_later=0.1, retry=0.3, tries=3, tours=0.5)
+DEMONSTRATION = Habit(right_first=0.6, right_later=0.6, retry=0.3, tries=2)
 
 
 def transcripts(renderer: MicroRenderer, split: str, *, count: int, habit: Habit, seed: int) -> Iterator[Trajectory]:
@@ -58,16 +62,32 @@ def write_log(trajectories: Iterable[Trajectory], folder: Path) -> int:
 
 def _work(rng: Random, renderer: MicroRenderer, problem: Problem, habit: Habit) -> tuple[list[Turn], Simulation]:
     simulation = Simulation(problem)
-    wrong = [edit for edit in candidate_edits(problem.broken) if edit != problem.gold]
-    rng.shuffle(wrong)
-    commands = [READ]
-    printed = [simulation.run(READ)]
+    commands: list[str] = []
+    printed: list[str] = []
 
     def do(command: str) -> str:
         commands.append(command)
         printed.append("" if command == SUBMIT else simulation.run(command))
         return printed[-1]
 
+    do(READ)
+    if rng.random() < habit.tours:
+        _tour(rng, problem, do)
+    else:
+        _solve(rng, problem, habit, do)
+    return list(_turns(renderer, problem, commands, printed)), simulation
+
+
+def _tour(rng: Random, problem: Problem, do: Callable[[str], str]) -> None:
+    candidates = candidate_edits(problem.broken)
+    for _ in range(TOUR_EDITS):
+        do(rng.choice(candidates).command)
+        do(UNDO)
+
+
+def _solve(rng: Random, problem: Problem, habit: Habit, do: Callable[[str], str]) -> None:
+    wrong = [edit for edit in candidate_edits(problem.broken) if edit != problem.gold]
+    rng.shuffle(wrong)
     for number in range(habit.tries):
         right = rng.random() < (habit.right_later if number else habit.right_first)
         edit = problem.gold if right or not wrong else wrong.pop()
@@ -77,7 +97,6 @@ def _work(rng: Random, renderer: MicroRenderer, problem: Problem, habit: Habit) 
             break
         do(UNDO)
     do(SUBMIT)
-    return list(_turns(renderer, problem, commands, printed)), simulation
 
 
 def _turns(renderer: MicroRenderer, problem: Problem, commands: list[str], printed: list[str]) -> Iterator[Turn]:

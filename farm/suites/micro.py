@@ -15,6 +15,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from farm.durable import write_json
 from farm.errors import UsageError
 from farm.suites.micro_problem import SIZES, Problem, draw_problem
 from farm.suites.operators import KINDS
@@ -76,8 +77,8 @@ def load(split: str, *, folder: Path = FOLDER) -> list[Task]:
         ) from error
 
 
-def ship(folder: Path = FOLDER) -> dict[str, Any]:
-    """Generate the shipped splits into ``folder`` and return their entry in its manifest."""
+def ship(folder: Path = FOLDER) -> None:
+    """Generate the shipped splits into ``folder``, with the manifest that describes them (``make datasets``)."""
     import pyarrow
     from pyarrow import parquet
 
@@ -94,7 +95,7 @@ def ship(folder: Path = FOLDER) -> dict[str, Any]:
             "repositories": len({task.repo for task in tasks}),
             "weights": {f"{t.strata['kind']}/{t.strata['size']}": t.weight for t in tasks},
         }
-    return {"seed": SEED, "splits": entries}
+    write_json(folder / "manifest.json", {"seed": SEED, "splits": entries})
 
 
 def to_task(problem: Problem, split: str, number: int) -> Task:
@@ -187,3 +188,7 @@ def _new_file_patch(path: str, text: str) -> str:
     lines = text.splitlines()
     head = [f"diff --git a/{path} b/{path}", "new file mode 100644", "--- /dev/null", f"+++ b/{path}"]
     return "\n".join([*head, f"@@ -0,0 +1,{len(lines)} @@", *(f"+{line}" for line in lines)]) + "\n"
+
+
+if __name__ == "__main__":
+    ship()

@@ -42,7 +42,7 @@ def _all() -> tuple[Edit, ...]:
     edits = [(old, new) for group in (_ARITH, _ORDER) for old in group for new in group if old != new]
     edits += [pair for a, b in _PAIRS for pair in ((a, b), (b, a))]
     edits += [(word, f"{word}not ") for word in _BEFORE_NOT]
-    edits += [(f"{name} in", f"{name} not in") for name in _MEMBERS] + [("not in", "in")]
+    edits += [(f"{name} in ", f"{name} not in ") for name in _MEMBERS] + [(" not in ", " in ")]
     edits += [step for low, high in pairwise("0123456789") for step in ((low, high), (high, low))]
     return tuple(Edit(old=old, new=new) for old, new in edits)
 

@@ -222,6 +222,9 @@ raise SystemExit(failed > 0)
 '''
 
 _TEST = """\
+import os
+
+word = os.environ.pop("FARM_TEST_WORD", "")  # the grader believes only lines that end in it
 CALLS = [
 {rows}]
 names, failed = {{}}, 0
@@ -236,7 +239,7 @@ for test, call, expected in CALLS:
     except Exception:
         status = "ERROR"
     failed += status != "PASSED"
-    print(status, test)
+    print(status, test, word)
 raise SystemExit(failed > 0)
 """
 

@@ -12,8 +12,13 @@ from farm.errors import UsageError
 from farm.protocols import ExecResult
 from farm.render.micro import MAX_OBSERVATION_TOKENS, MicroRenderer
 from farm.render.micro_tokenizer import ACT, END, MAX_VOCABULARY, OBSERVATION, TASK, save_tokenizer, train_tokenizer
+from farm.suites.micro_edits import candidate_edits
 
-TEXTS = ["def add_ants(a, b):\n    return a + b\n", "sed -i '2s|+|-|' *.py", "it should subtract"] * 2
+TEXTS = [
+    "def add_ants(xs, k):\n    if k in xs and k >= 3:\n        return k + 1\n    return True\n",
+    "sed -i 's|+ |- |' *.py", "sed -i 's|k in |k not in |' *.py", "sed -i 's|and |or |' *.py", "False if not",
+    "sed -i 's|>= |< |' *.py", "it should subtract", "cat *.py", "python3 -IS t", "git checkout -q .", "submit",
+] * 2  # fmt: skip
 TOKENIZER = train_tokenizer(TEXTS)
 RENDERER = MicroRenderer.of(TOKENIZER)
 (STOP,) = RENDERER.stop_token_ids
@@ -24,12 +29,27 @@ def result(output: str, *, timed_out: bool = False) -> ExecResult:
     return ExecResult(exit_code=0, output=output, truncated=False, timed_out=timed_out, duration_s=0.0)
 
 
-def test_a_word_a_digit_and_an_operator_are_the_same_token_after_a_space() -> None:
-    for piece in ("ants", "2", "+", "return"):
-        alone = TOKENIZER.encode(piece).ids
-        assert len(alone) == 1
-        assert TOKENIZER.encode(f"a {piece}").ids[2:] == alone
-        assert TOKENIZER.encode(f"|{piece}|").ids[1:-1] == alone
+@pytest.mark.parametrize("piece", ["ants", "2", "+ ", "return ", "submit"])
+def test_a_word_a_digit_and_an_operator_are_the_same_token_after_a_space(piece: str) -> None:
+    alone = TOKENIZER.encode(piece).ids
+    assert len(alone) == 1
+    assert TOKENIZER.encode(f"a {piece}").ids[2:] == alone
+    assert TOKENIZER.encode(f"|{piece}|").ids[1:-1] == alone
+
+
+def test_what_an_edit_copies_has_one_token_in_the_listing_and_in_the_command() -> None:
+    for edit in candidate_edits(
+        "def add_ants(xs, k):\n    if k in xs and k >= 3:\n        return k + 1\n    return True\n"
+    ):
+        command = RENDERER.command_ids(edit.command)
+        bar = TOKENIZER.token_to_id("|")
+        assert TOKENIZER.encode(edit.old).ids == command[1 : command.index(bar)]
+        assert len(command) <= 3 + 2 * 3
+
+
+def test_the_fixed_parts_of_the_usual_commands_are_one_token_each() -> None:
+    for command in ("cat *.py", "python3 -IS t", "git checkout -q .", "submit"):
+        assert len(RENDERER.command_ids(command)) == 2
     assert TOKENIZER.get_vocab_size() <= MAX_VOCABULARY
 
 

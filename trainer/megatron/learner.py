@@ -58,6 +58,7 @@ class Learner:
                     lr=0.0,  # set for each step
                     min_lr=0.0,
                     weight_decay=0.0,
+                    adam_beta2=0.95,  # at 0.999 the early, large gradients rule for a thousand steps
                     clip_grad=clip_grad,
                     use_distributed_optimizer=False,
                 ),
