@@ -52,6 +52,33 @@ def bench(out: Path) -> None:
     run(out)
 
 
+@cli.command()
+@click.option(
+    "--baseline", "path", type=click.Path(path_type=Path), default=Path("ci/baseline.json"), show_default=True
+)
+@click.option("--base", metavar="COMMIT", help="Code to time against. Default: the baseline's commit.")
+@click.option(
+    "--policy", type=click.Path(path_type=Path), help="Policy to judge. Default: the one at the baseline's path."
+)
+@click.option("--budget-minutes", type=click.FloatRange(min=0), default=60.0, show_default=True,
+              help="No further look is begun that would end after it.")  # fmt: skip
+@click.option("--update-baseline", is_flag=True, help="Measure this commit and put the run into the baseline instead.")
+@click.option("--limit", type=click.IntRange(min=2), help="With --update-baseline: only the first N tasks.")
+def gate(
+    path: Path, base: str | None, policy: Path | None, budget_minutes: float, update_baseline: bool, limit: int | None
+) -> None:
+    """Compare pass@1 and speed with the baseline. Exit code 0: pass, 1: regression, 3: inconclusive, 2: bad input."""
+    if limit is not None and not update_baseline:
+        raise UsageError("--limit belongs to --update-baseline; the gate measures the tasks that the baseline has")
+    if base is not None and update_baseline:
+        raise UsageError("--base has no meaning with --update-baseline, which measures this commit alone")
+    from harness.gate import run
+
+    if update_baseline:
+        sys.exit(run.update(path, policy=policy, limit=limit))
+    sys.exit(run.gate(path, base=base, policy=policy, budget_minutes=budget_minutes))
+
+
 def main() -> None:
     """Entry point: a usage error is one line and exit code 2."""
     try:
