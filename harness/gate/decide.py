@@ -34,7 +34,7 @@ EXIT_CODE = {Answer.PASS: 0, Answer.REGRESSION: 1, Answer.INCONCLUSIVE: 3}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Test:
+class Criterion:
     """One metric's plan: the harm that is still fine, the information fraction at each look, and the weight of its
     claim on alpha among the metrics."""
 
@@ -65,7 +65,7 @@ class Verdict:
 Readings = Mapping[str, Sequence[Reading | Missing]]
 
 
-def judge(tests: Mapping[str, Test], readings: Readings, *, alpha: float) -> Verdict:
+def judge(tests: Mapping[str, Criterion], readings: Readings, *, alpha: float) -> Verdict:
     """The answer after the readings so far, one per look and metric. Metrics without any are open."""
     missing = {name: reason for name in tests if (reason := _missing(readings.get(name, ())))}
     passed_at = {name: _first_pass(test, readings.get(name, ()), alpha) for name, test in tests.items()}
@@ -93,17 +93,17 @@ def judge(tests: Mapping[str, Test], readings: Readings, *, alpha: float) -> Ver
     return Verdict(answer=Answer.PASS if answers == {Answer.PASS} else Answer.INCONCLUSIVE, findings=findings)
 
 
-def p_worse(test: Test, reading: Reading) -> float:
+def p_worse(test: Criterion, reading: Reading) -> float:
     """One-sided p-value against "the harm is at most the margin"."""
     return float(stdtr(reading.df, -_t(test, reading)))
 
 
-def p_fine(test: Test, reading: Reading) -> float:
+def p_fine(test: Criterion, reading: Reading) -> float:
     """One-sided p-value against "the harm is at least the margin"."""
     return float(stdtr(reading.df, _t(test, reading)))
 
 
-def _t(test: Test, reading: Reading) -> float:
+def _t(test: Criterion, reading: Reading) -> float:
     beyond = reading.harm - test.margin
     if reading.error == 0:
         return math.copysign(math.inf, beyond) if beyond else 0.0
@@ -119,7 +119,7 @@ def _missing(readings: Sequence[Reading | Missing]) -> str:
     return ""
 
 
-def _first_pass(test: Test, readings: Sequence[Reading | Missing], alpha: float) -> int | None:
+def _first_pass(test: Criterion, readings: Sequence[Reading | Missing], alpha: float) -> int | None:
     """The look (from 0) at which the metric was shown to be fine."""
     bars = levels(alpha, test.fractions)
     for look, (reading, bar) in enumerate(zip(readings, bars, strict=False)):
@@ -128,7 +128,7 @@ def _first_pass(test: Test, readings: Sequence[Reading | Missing], alpha: float)
     return None
 
 
-def _first_worse(test: Test, readings: Sequence[Reading], alpha: float) -> int | None:
+def _first_worse(test: Criterion, readings: Sequence[Reading], alpha: float) -> int | None:
     bars = levels(alpha, test.fractions)
     for look, (reading, bar) in enumerate(zip(readings, bars, strict=False)):
         if p_worse(test, reading) <= bar:
@@ -154,7 +154,7 @@ def _closed(looks: int, reason: str) -> Finding:
 
 
 def _finding(
-    test: Test, readings: Sequence[Reading], passed: int | None, worse: int | None, alpha: float, level: float
+    test: Criterion, readings: Sequence[Reading], passed: int | None, worse: int | None, alpha: float, level: float
 ) -> Finding:
     if not readings:
         return Finding(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from harness.gate.decide import Answer, Test, Verdict, judge
+from harness.gate.decide import Answer, Criterion, Verdict, judge
 from harness.gate.design import Design, Source
 from harness.gate.evidence import (
     Block,
@@ -60,13 +60,15 @@ class Outcome:
     stopped: str
 
 
-def plan(design: Design, base_attempts: float) -> dict[str, Test]:
+def plan(design: Design, base_attempts: float) -> dict[str, Criterion]:
     """The test of each gated metric. ``base_attempts``: per task, in the baseline."""
     fractions = {
         Source.ROLLOUTS: attempt_fractions(design.attempts, base_attempts),
         Source.BLOCKS: cycle_fractions(design.cycles),
     }
-    return {m.name: Test(margin=m.harm_margin, fractions=fractions[m.source], weight=m.weight) for m in design.metrics}
+    return {
+        m.name: Criterion(margin=m.harm_margin, fractions=fractions[m.source], weight=m.weight) for m in design.metrics
+    }
 
 
 def look_until_decided(
