@@ -14,7 +14,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from harness.lab import BASE_POLICY, command_output
+from harness.lab import command_output
+from harness.profiles import BASE_POLICY
 
 Figure = dict[str, float | int | str]
 Figures = dict[str, Figure]

@@ -9,7 +9,7 @@ from farm.types import Boundary, Failed, Graded, Trajectory
 from harness import metrics, stats
 from harness.claims import Measurement
 from harness.experiments.runs import landed, sources
-from harness.lab import BASE_POLICY, Lab
+from harness.lab import Lab
 from harness.stats import Estimate
 
 RATE = 0.031
@@ -17,7 +17,7 @@ SEED = 31
 
 
 def rate(lab: Lab) -> Measurement:
-    run = lab.faulty(BASE_POLICY, rate=RATE, seed=SEED)
+    run = lab.faulty(lab.profile.policy, rate=RATE, seed=SEED)
     trajectories = landed(run)
     plan = FaultPlan(rate=RATE, seed=SEED)
     planned = {t.episode_id: plan.boundary(t.episode_id, 1) for t in trajectories}

@@ -10,7 +10,7 @@ import numpy as np
 from harness import metrics, stats
 from harness.claims import Measurement
 from harness.experiments.runs import landed, policies, sources, steps
-from harness.lab import BASE_POLICY, Lab
+from harness.lab import Lab
 from harness.stats import Estimate
 
 LEARNABLE = (0.03, 0.25)  # below, nearly no group has a success; above, little is left to show
@@ -18,13 +18,13 @@ RL_GAIN = 0.147  # the reported gain, in pass@1
 
 
 def base(lab: Lab) -> Measurement:
-    run = lab.evaluate("base", BASE_POLICY)
+    run = lab.evaluate("base", lab.profile.policy)
     score = _score(run)
     return _measurement(run, score, holds=score.low <= LEARNABLE[1] and score.high >= LEARNABLE[0], detail={})
 
 
 def sft(lab: Lab) -> Measurement:
-    before, run = lab.evaluate("base", BASE_POLICY), lab.evaluate("sft", lab.sft())
+    before, run = lab.evaluate("base", lab.profile.policy), lab.evaluate("sft", lab.sft())
     gain, p = _gain(run, before)
     return _measurement(run, _score(run), holds=gain.low > 0, detail={"gain_over_base": _points(gain), "p": p})
 
