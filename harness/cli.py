@@ -94,3 +94,7 @@ def main() -> None:
     except click.Abort:
         click.echo("harness: interrupted; run it again to go on", err=True)
         sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
