@@ -35,6 +35,7 @@ class Clock:
         self.now_s = 0.0
         self._heap: list[tuple[float, int, Action, Any]] = []
         self._order = 0
+        self._stopped = False
 
     def at(self, at_s: float, action: Action, argument: Any = None) -> None:
         self._order += 1
@@ -43,14 +44,16 @@ class Clock:
     def busy(self, threads: float) -> None:
         return
 
-    def run(self, until_s: float, stop: Callable[[], bool] | None = None) -> None:
-        """Until ``until_s`` has been reached, nothing is left to do, or ``stop`` says so."""
+    def stop(self) -> None:
+        """End :meth:`run` after what is being done."""
+        self._stopped = True
+
+    def run(self, until_s: float) -> None:
+        """Until ``until_s`` has been reached, nothing is left to do, or it is stopped."""
         heap, pop = self._heap, heapq.heappop
-        while heap and heap[0][0] <= until_s:
+        while heap and heap[0][0] <= until_s and not self._stopped:
             self.now_s, _, action, argument = pop(heap)
             action(argument)
-            if stop is not None and stop():
-                return
 
 
 class Cpu:

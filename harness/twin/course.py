@@ -189,7 +189,7 @@ class Course:
             self._unreadable += 1
         else:
             self._unreadable = 0
-            if turn + 1 >= len(script.outputs) and script.submits:
+            if turn + 1 >= len(script.outputs) and script.end_reason is EndReason.SUBMITTED:
                 self._end(EndReason.SUBMITTED)
                 return
             left_s = self._deadline_s - now_s
@@ -207,7 +207,7 @@ class Course:
     def _observed(self, _: None) -> None:
         self._context += self._script.observations[self._turn - 1]
         if self._turn >= len(self._script.outputs):
-            self._end(EndReason.MAX_TURNS)
+            self._end(self._script.end_reason)
         else:
             self._next_turn(None)
 
@@ -243,8 +243,9 @@ class Course:
     def _graded(self, _: None) -> None:
         if self.over:
             return
-        submitted = self.end_reason is EndReason.SUBMITTED
-        self.reward = self._script.reward if submitted else 0.0
+        # What a cap cut short has not earned what it would have.
+        played = self._turn >= len(self._script.outputs) and self._unreadable == 0
+        self.reward = self._script.reward if played else 0.0
         self.over = True
         self._on_end(self)
 

@@ -66,7 +66,8 @@ class Request:
 
 @dataclass(slots=True)
 class EngineTotals:
-    """Counts and peaks since the start; ``peak_use`` is a share of the capacity."""
+    """Counts and peaks since the start; ``peak_use`` is a share of the capacity. The queue is counted while the engine
+    is not paused for an update."""
 
     requests: int = 0
     sampled: float = 0.0
@@ -181,7 +182,8 @@ class EngineModel:
             return
         self._at_s = now_s
         batch = len(self._running)
-        self.totals.queue_s += gone_s * len(self._waiting)
+        if not self._paused:
+            self.totals.queue_s += gone_s * len(self._waiting)
         if not batch:
             return
         self.totals.busy_s += gone_s
@@ -202,7 +204,7 @@ class EngineModel:
         totals = self.totals
         if self._tokens > totals.peak_use * self.capacity_tokens:
             totals.peak_use = self._tokens / self.capacity_tokens
-        if len(self._waiting) > totals.peak_queued:
+        if len(self._waiting) > totals.peak_queued and not self._paused:
             totals.peak_queued = len(self._waiting)
         if self._kept_tokens + self._tokens > self.capacity_tokens:
             self._evict()
@@ -258,7 +260,8 @@ class EngineModel:
             request.sampled = float(request.target)
             request.cut = request.sample > request.max_new_tokens
             self._keep(request.prefix, request.tokens)
-            self._keep(request.group, request.group_tokens)
+            if request.group not in self._kept:
+                self._keep(request.group, request.group_tokens)
             self.totals.sampled += request.target
             request.on_done(request)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from farm.config import parse_config
 from farm.dispatch import EndlessPlan, PlanSpec
@@ -25,7 +26,9 @@ OVERCOMMIT = 1.5
 _PAIR_90 = 1.6449 * math.sqrt(2.0)
 """The 90th percentile of ``|ln(a / b)|`` is this times sigma, for two log-normal attempts a, b with sigma each."""
 
-_LONG_RUN = Intervals(tick_s=5.0, scale_s=5.0)
+# A day in virtual time need not look as often as a farm does.
+_LONG_RUN = Intervals(tick_s=10.0, scale_s=5.0)
+_PLACE_DELAY_S = 1.0
 
 
 def speed(inputs: Inputs) -> EngineSpeed:
@@ -90,12 +93,12 @@ def reference(
     sandboxes: str = "cloud",
     capped: bool = True,
     guarded: bool = True,
+    mode: str = "async",
     horizon_s: float = 7200.0,
-    steps: int | None = None,
     local_start_work_s: float | None = None,
 ) -> Scenario:
-    """RL at the reference's scale. ``sandboxes``: "cloud", or "local" on the inference node's own processors, where
-    one start is ``local_start_work_s`` of CPU work."""
+    """RL at the reference's scale, ``mode`` "async" or "sync". ``sandboxes``: "cloud", or "local" on the inference
+    node's own processors, where one start is ``local_start_work_s`` of CPU work."""
     size, per_step = inputs.count("group_size"), inputs.count("groups_per_step")
     config = parse_config(
         {
@@ -103,7 +106,8 @@ def reference(
                 "tasks": "swebench:twin",
                 "group_size": size,
                 "groups_per_step": per_step,
-                "max_staleness": int(inputs["max_staleness"]),
+                "max_staleness": round(inputs["max_staleness"]),
+                "mode": mode,
             },
             "limits": {"agent_s": inputs["agent_s"], "episode_s": inputs["agent_s"] + 2100.0},
         },
@@ -140,7 +144,7 @@ def reference(
         name=name,
         plan=EndlessPlan(tasks(TASKS), spec),
         workload=workload(inputs),
-        policy=dispatch_policy(config, consumed=True),
+        policy=replace(dispatch_policy(config, consumed=True), place_delay_s=_PLACE_DELAY_S),
         slots=inputs.count("concurrent"),
         engines=Engines(
             count=inputs.count("engines"),
@@ -168,11 +172,11 @@ def reference(
             groups_per_step=per_step,
             min_attempts=config.rollout.min_attempts,
             max_staleness=config.rollout.staleness,
+            wait_for_all=mode == "sync",
         ),
         intervals=_LONG_RUN,
         guarded=guarded,
         fault_rate=min(1.0, inputs["infra_failures"]),
         fault_seed=inputs.seed,
         horizon_s=horizon_s,
-        stop_after_steps=steps,
     )

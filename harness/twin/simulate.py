@@ -89,7 +89,7 @@ class _World:
         self._scale(None)
         self._tick(None)
         clock.at(warm_up_s, self._warm, None)
-        clock.run(scenario.horizon_s, self._is_over)
+        clock.run(scenario.horizon_s)
         result = self._result
         result.ended_at_s = min(clock.now_s, scenario.horizon_s)
         result.warm_up_s = warm_up_s
@@ -100,12 +100,6 @@ class _World:
             result.steps = self._learner.steps
         return result
 
-    def _is_over(self) -> bool:
-        wanted = self._scenario.stop_after_steps
-        if wanted is not None and self._learner is not None and len(self._learner.steps) >= wanted:
-            return True
-        return self._dispatcher.done
-
     def _warm(self, _: None) -> None:
         for engine in self._fleet.engines.values():
             engine.totals = EngineTotals()
@@ -113,17 +107,20 @@ class _World:
     # ------------------------------------------------------------------------------------- the driver
 
     def _handle(self, event: DispatchEvent) -> None:
-        unplaced: list[Run] = []
+        unplaced: list[tuple[str, int]] = []
         for command in self._dispatcher.handle(event, now_s=self._clock.now_s):
             self._execute(command, unplaced)
-        for run in unplaced:
-            self._handle(Unissued(episode_id=run.episode.id, attempt=run.number))
+        for episode_id, number in unplaced:
+            self._handle(Unissued(episode_id=episode_id, attempt=number))
+        if self._dispatcher.done:
+            self._clock.stop()
 
-    def _execute(self, command: Command, unplaced: list[Run]) -> None:
+    def _execute(self, command: Command, unplaced: list[tuple[str, int]]) -> None:
         match command:
             case Run():
-                if not self._issue(command):
-                    unplaced.append(command)
+                episode_id = command.episode.id
+                if not self._issue(command, episode_id):
+                    unplaced.append((episode_id, command.number))
             case Cancel():
                 self._cancel((command.episode_id, command.number))
             case Forget():
@@ -134,9 +131,8 @@ class _World:
             case LandDropped():
                 self._land_bare(command.episode, Dropped(reason=command.reason), command.next_number, command.prior)
 
-    def _issue(self, run: Run) -> bool:
+    def _issue(self, run: Run, episode_id: str) -> bool:
         episode = run.episode
-        episode_id = episode.id
         grant = self._fleet.place(
             _name(episode_id, run.number),
             group=episode.group_id,
@@ -242,6 +238,8 @@ class _World:
     # ------------------------------------------------------------------------------------- by time
 
     def _published(self, version: PolicyVersion) -> None:
+        if version.step == self._scenario.stop_after_steps:
+            self._clock.stop()
         self._clock.at(self._clock.now_s + self._scenario.intervals.poll_s / 2, self._on_policy, version)
 
     def _on_policy(self, version: PolicyVersion) -> None:

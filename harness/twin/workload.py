@@ -17,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from farm.types import Episode, ImageFiles, Task
+from farm.types import EndReason, Episode, ImageFiles, Task
 
 ENDLESS = 1 << 40
 
@@ -25,8 +25,9 @@ ENDLESS = 1 << 40
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
     """What one attempt does when nothing stops it. ``outputs`` [N] and ``observations`` [N] are tokens of each turn,
-    ``commands_s`` [N] the time of each command on an idle machine, and so is ``grade_s`` (None: nothing to grade). The
-    episode submits in its last turn. ``chances``: standard normal draws for its two sandbox starts."""
+    ``commands_s`` [N] the time of each command on an idle machine, and so is ``grade_s`` (None: nothing to grade).
+    After the last turn it ends for ``end_reason``: a submission runs no command. ``chances``: standard normal draws for
+    its two sandbox starts."""
 
     prompt: int
     outputs: list[int]
@@ -36,7 +37,7 @@ class Script:
     grade_s: float | None
     reward: float
     chances: tuple[float, float]
-    submits: bool = True
+    end_reason: EndReason = EndReason.SUBMITTED
 
 
 class Workload(Protocol):

@@ -1,0 +1,115 @@
+"""How far each prediction moves when an input is a fifth higher or lower: one input at a time, same seed.
+
+The ranges are kept in ``sensitivity.json`` beside the digest of what they were computed from, because they take some
+hundred simulations; `harness twin --sensitivity` makes them anew. As shares of the figure at the inputs themselves they
+apply to a longer simulation, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from farm.errors import UsageError
+from harness.twin import calibration
+from harness.twin.calibration import Inputs
+
+HERE = Path(__file__).parent
+STORED = HERE / "sensitivity.json"
+CHANGE = 0.2
+_STRONGEST = 3
+
+# Inputs that only some figures depend on; all others may move every simulated figure.
+_LOCAL_ONLY = frozenset({"host_cores", "command_threads", "local_start_s"})
+_CLOUD_ONLY = frozenset({"cloud_start_s", "round_trip_s"})
+_THRASH_ONLY = frozenset({"runaway_tokens_low", "runaway_tokens_high", "outstanding"})
+_CAPPED_ONLY = frozenset({"cap_tokens", "turn_tokens"})
+
+
+@dataclass(frozen=True, slots=True)
+class Ranges:
+    """``spans[figure][input]`` are the figure's factors with the input a fifth lower and a fifth higher."""
+
+    spans: Mapping[str, Mapping[str, tuple[float, float]]]
+
+    def around(self, figure: str, value: float) -> tuple[float, float]:
+        """Lowest and highest over all inputs."""
+        factors = [factor for pair in self.spans[figure].values() for factor in pair]
+        return value * min([1.0, *factors]), value * max([1.0, *factors])
+
+    def strongest(self, figure: str) -> list[str]:
+        """The inputs that move the figure most, strongest first."""
+        moved = {name: max(abs(f - 1.0) for f in pair) for name, pair in self.spans[figure].items()}
+        return sorted((n for n in moved if moved[n] > 0.005), key=lambda n: (-moved[n], n))[:_STRONGEST]
+
+
+def compute(
+    figures: Mapping[str, Callable[[Any], float]],
+    runs: Callable[[Inputs], Any],
+    inputs: Inputs,
+    *,
+    report: Callable[[str], None] = lambda _: None,
+) -> Ranges:
+    """``runs`` makes what the figures are read off; see :mod:`harness.twin.predictions`."""
+    base_runs = runs(inputs)
+    base = {name: figure(base_runs) for name, figure in figures.items()}
+    spans: dict[str, dict[str, tuple[float, float]]] = {name: {} for name in figures}
+    names = [name for name in inputs.entries if name not in _THRASH_ONLY]
+    for number, name in enumerate(names, start=1):
+        report(f"[{number}/{len(names)}] {name}")
+        wanted = [figure for figure in figures if _may_move(figure, name)]
+        sides = []
+        for factor in (1.0 - CHANGE, 1.0 + CHANGE):
+            moved = runs(inputs.scaled(name, factor))
+            sides.append({figure: figures[figure](moved) for figure in wanted})
+        for figure in wanted:
+            spans[figure][name] = tuple(round(side[figure] / base[figure], 4) for side in sides)  # type: ignore[assignment]
+    return Ranges(spans)
+
+
+def _may_move(figure: str, name: str) -> bool:
+    if figure in ("capacity_tokens", "push_s"):
+        return name in ("gpu.hbm_bytes", "memory_fraction", "reserved_bytes", "push_bytes_per_s")
+    if figure in ("cloud_per_hour", "capped_step_s", "kv_peak_percent"):
+        return name not in _LOCAL_ONLY
+    if figure == "local_per_hour":
+        return name not in _CLOUD_ONLY
+    if figure == "uncapped_step_s":
+        return name not in _LOCAL_ONLY | _CAPPED_ONLY
+    return True
+
+
+def save(ranges: Ranges, path: Path = STORED) -> None:
+    document = {"digest": digest(), "change": CHANGE, "spans": ranges.spans}
+    path.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
+
+
+def stored(path: Path = STORED) -> Ranges | None:
+    """The ranges that were computed from the present twin and calibration; None when there are none."""
+    try:
+        document = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise UsageError(f"{path}: not JSON ({error}); make it anew with `harness twin --sensitivity`") from None
+    if document.get("digest") != digest():
+        return None
+    return Ranges({f: {n: (low, high) for n, (low, high) in pairs.items()} for f, pairs in document["spans"].items()})
+
+
+def digest(files: Iterable[Path] | None = None) -> str:
+    """Of the twin's models and of the calibration."""
+    found = hashlib.sha256()
+    for file in sorted(files or [calibration.CALIBRATION, *(HERE / f"{name}.py" for name in _MODELS)]):
+        found.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return found.hexdigest()[:32]
+
+
+_MODELS = (
+    "clock", "course", "engine", "fleet", "learner", "roofline", "sandbox", "scenarios", "sheets", "simulate",
+    "trainer", "workload",
+)  # fmt: skip
