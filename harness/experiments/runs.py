@@ -6,23 +6,22 @@ import json
 from pathlib import Path
 from typing import Any
 
-from farm.policy_log import PolicyLog
-from farm.trajectory_log import DirectoryLog
-from farm.types import Cursor, PolicyVersion, Trajectory
+from farm.types import PolicyVersion, Trajectory
+from harness import derived
 
 
 def landed(run: Path) -> list[Trajectory]:
-    """Every sealed trajectory of a run, in log order."""
-    return [trajectory for _, trajectory in DirectoryLog(run / "trajectories").read(Cursor())]
+    """Every sealed trajectory of a run, in log order, without token ids and texts (:mod:`harness.derived`)."""
+    return derived.trajectories(run)
 
 
 def sources(run: Path) -> tuple[str, ...]:
-    """Digests of the shards that :func:`landed` reads."""
-    return tuple(shard.digest for shard in DirectoryLog(run / "trajectories").shards())
+    """Digests of the shards behind :func:`landed`."""
+    return derived.shard_digests(run)
 
 
 def policies(run: Path) -> list[PolicyVersion]:
-    return list(PolicyLog(run / "policies").versions())
+    return derived.policies(run)
 
 
 def steps(run: Path) -> list[dict[str, Any]]:

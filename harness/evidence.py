@@ -1,0 +1,47 @@
+"""What is kept of the stages beside a report, so that it can be made again from a clean clone.
+
+Of each finished stage: its JSON and JSONL files and its derived logs (:mod:`harness.derived`). Not: raw shards,
+weights, tokenizers, checkpoints, and what processes printed. So an experiment may read nothing else of a stage.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from harness import derived
+from harness.provenance import ROOT
+
+_KEPT_TYPES = frozenset({".json", ".jsonl"})
+_NOT_KEPT = frozenset({"trajectories", "policies", "policy", "checkpoints", "demonstrations", "tokenizer.json"})
+
+
+def keep(stages: Iterable[Path], target: Path) -> None:
+    """Put what a report needs of ``stages`` (finished stage folders) into ``target``, in place of what was there."""
+    shutil.rmtree(target, ignore_errors=True)
+    for stage in stages:
+        for file in kept_files(stage):
+            place = target / stage.name / file.relative_to(stage)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            if file.suffix in _KEPT_TYPES:
+                # Where the checkout lay says nothing, and is nobody's business.
+                place.write_text(file.read_text(encoding="utf-8").replace(f"{ROOT}/", ""), encoding="utf-8")
+            else:
+                shutil.copyfile(file, place)
+
+
+def kept_files(stage: Path) -> Iterator[Path]:
+    """The files of a finished stage that experiments may read, sorted."""
+    for run in runs(stage):
+        derived.trajectories(run)  # makes the derived log where it is not there yet
+    for file in sorted(stage.rglob("*")):
+        inside = file.relative_to(stage).parts
+        is_derived = file.parent.name == derived.FOLDER
+        if file.is_file() and (is_derived or (file.suffix in _KEPT_TYPES and _NOT_KEPT.isdisjoint(inside))):
+            yield file
+
+
+def runs(stage: Path) -> list[Path]:
+    """The run folders in a stage, by name."""
+    return sorted(marker.parent for marker in stage.rglob("run.json"))
