@@ -63,7 +63,7 @@ QUICK = Profile(
     compare_steps=2,
     sandbox_starts=20,
     infra_tasks=20,
-    expected_s={"eval": 15, "sft": 30, "rl": 45, "compare": 45, "infra": 15, "sandbox": 10},
+    expected_s={"eval": 15, "sft": 30, "rl": 45, "compare": 45, "infra": 15, "sandbox": 10, "disjoint": 5},
 )
 FULL = Profile(
     name="full",
@@ -73,7 +73,7 @@ FULL = Profile(
     compare_steps=6,
     sandbox_starts=100,
     infra_tasks=100,
-    expected_s={"eval": 35, "sft": 30, "rl": 480, "compare": 90, "infra": 35, "sandbox": 15},
+    expected_s={"eval": 35, "sft": 30, "rl": 480, "compare": 90, "infra": 35, "sandbox": 15, "disjoint": 5},
 )
 
 

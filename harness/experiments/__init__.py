@@ -23,7 +23,7 @@ STAGES = {
     "separation.latency": ("sft", "rl"),
     "infra_errors.rate": ("infra",),
     "sandbox_start.median": ("sandbox",),
-    "disjoint.overlaps": (),
+    "disjoint.overlaps": ("disjoint",),
 }
 
 

@@ -19,29 +19,38 @@ LISTS = "ROLLOUT_FARM_DATA"  # folder with SWE-bench_Verified_test.parquet and t
 
 
 def overlaps(lab: Lab) -> Measurement:
-    del lab  # nothing is run
+    folder = Path(os.environ.get(LISTS) or ROOT.parent / "shared" / "data")
+    real = (folder / "SWE-bench_Verified_test.parquet", folder / "train_bench_repos.json")
+
+    def work(stage: Path) -> None:
+        checked = {"micro": _micro(), "real_lists": _real_lists(*real)}
+        (stage / "overlaps.json").write_text(json.dumps(checked))
+
+    checked = json.loads((lab.stage("disjoint", work) / "overlaps.json").read_text())
+    micro = checked["micro"]
+    count = float(len(micro["overlaps"]))
+    return Measurement(
+        estimate=Estimate(value=count, low=count, high=count, n=micro["benchmark_repositories"]),
+        unit="overlaps with the micro benchmark's repositories",
+        holds=not micro["overlaps"],
+        detail=checked,
+    )
+
+
+def _micro() -> dict[str, Any]:
     bench = [RepoRef(name=t.repo, base_commit=t.base_commit) for t in load_tasks("micro:benchmark")]
     train = [RepoRef(name=t.repo, base_commit=t.base_commit) for s in ("rl", "sft") for t in load_tasks(f"micro:{s}")]
     # Pretraining problems are made on the fly, from every repository that is not held out.
     train += [RepoRef(name=names.repo) for names in micro_names.repositories(held_out=False)]
-    found = overlap(train, bench)
-    repositories = len({ref.name for ref in bench})
-    count = float(len(found))
-    return Measurement(
-        estimate=Estimate(value=count, low=count, high=count, n=repositories),
-        unit="overlaps with the micro benchmark's repositories",
-        holds=not found,
-        detail={
-            "micro": {"train_repositories": len({r.name for r in train}), "benchmark_repositories": repositories},
-            "real_lists": _real_lists(),
-        },
-    )
+    return {
+        "overlaps": _told(overlap(train, bench)),
+        "train_repositories": len({r.name for r in train}),
+        "benchmark_repositories": len({ref.name for ref in bench}),
+    }
 
 
-def _real_lists() -> dict[str, Any] | str:
+def _real_lists(verified: Path, lists: Path) -> dict[str, Any] | str:
     """Overlaps of the public training sets with SWE-bench Verified, canonical names, aliases and forks resolved."""
-    folder = Path(os.environ.get(LISTS) or ROOT.parent / "shared" / "data")
-    verified, lists = folder / "SWE-bench_Verified_test.parquet", folder / "train_bench_repos.json"
     if not (verified.is_file() and lists.is_file()):
         return f"not checked: set {LISTS} to the folder with {verified.name} and {lists.name}"
     rows = load_tasks(f"swebench:{verified}")
