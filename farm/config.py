@@ -89,7 +89,10 @@ def parse_workers(text: str) -> tuple[int, int]:
 
 
 class SandboxConfig(_Section):
+    """``start_delay_s`` is added to every start, to measure what a slower back end would cost."""
+
     provider: str = "bubblewrap"
+    start_delay_s: float = Field(default=0.0, ge=0)
 
 
 class EngineConfig(_Section):

@@ -25,7 +25,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from farm.breaker import Breaker, Trip
@@ -70,18 +70,21 @@ class Plan(Protocol):
 
 def _make_group(task: Task, spec: PlanSpec, epoch: int, position: int) -> tuple[Episode, ...]:
     group_id = content_digest([spec.purpose, spec.seed, epoch, position, task.instance_id])
-    return tuple(
-        Episode(
-            task=task,
-            group_id=group_id,
-            index=index,
-            group_size=spec.group_size,
-            seed=int(content_digest([group_id, index])[:8], 16) & 0x7FFF_FFFF,
-            sampling=spec.sampling,
-            limits=spec.limits,
-            purpose=spec.purpose,
-        )
-        for index in range(spec.group_size)
+    return tuple(_make_episode(task, spec, group_id, index) for index in range(spec.group_size))
+
+
+def _make_episode(task: Task, spec: PlanSpec, group_id: str, index: int) -> Episode:
+    """Samples with its own seed: what differs between two runs of the same episodes is what was changed, not luck."""
+    seed = int(content_digest([group_id, index])[:8], 16) & 0x7FFF_FFFF
+    return Episode(
+        task=task,
+        group_id=group_id,
+        index=index,
+        group_size=spec.group_size,
+        seed=seed,
+        sampling=replace(spec.sampling, seed=seed),
+        limits=spec.limits,
+        purpose=spec.purpose,
     )
 
 

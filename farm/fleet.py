@@ -23,6 +23,7 @@ from farm.engine.launch import EngineOptions, EngineProcess, launch_engine
 from farm.errors import EngineError, FarmError
 from farm.farm_state import ProcessId
 from farm.pool import EnginePool, PoolEvent
+from farm.protocols import EngineLoad
 from farm.service import Placement, until_first_ends
 from farm.types import PolicyVersion
 
@@ -78,10 +79,11 @@ class Fleet:
 
     def __init__(self, config: EngineConfig, *, logs: Path) -> None:
         self._config = config
-        self._pool = EnginePool(overcommit=config.overcommit, on_event=self._on_event)
+        self._pool = EnginePool(overcommit=config.overcommit, on_event=self._on_event, on_load=self._on_load)
         self._retractions = Retractions()
         self._logs = logs
         self._slots: list[_Slot] = []
+        self._written: dict[str, EngineLoad] = {}
 
     # -- the driver's side ----------------------------------------------------------------------------
 
@@ -147,6 +149,13 @@ class Fleet:
             self._retractions.updated(event.url, event.at_s)
         with (self._logs / "engines.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(event)) + "\n")
+
+    def _on_load(self, url: str, at_s: float, load: EngineLoad) -> None:
+        if load == self._written.get(url):
+            return  # an idle engine fills no disk
+        self._written[url] = load
+        with (self._logs / "engine_metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"at_s": round(at_s, 3), "url": url, **asdict(load)}) + "\n")
 
     # -- processes ------------------------------------------------------------------------------------
 
@@ -215,7 +224,8 @@ class Fleet:
 async def start_fleet(config: EngineConfig, *, version: PolicyVersion, logs: Path) -> Fleet:
     """Engines on their way to serve ``version``. Nothing is left running when this raises.
 
-    When a policy went live on an engine is written to ``logs/engines.jsonl``."""
+    When a policy went live on an engine is written to ``logs/engines.jsonl``, what each engine says of its load (about
+    once a second, while it changes) to ``logs/engine_metrics.jsonl``."""
     fleet = Fleet(config, logs=logs)
     try:
         await fleet.start(version)

@@ -99,7 +99,7 @@ class EnginePool:
     """Use from one event loop. :meth:`supervise` must run for anything to be served.
 
     ``poll_s`` is the time between two looks at an engine; a new policy is acted on at once. ``overcommit``: see
-    :class:`farm.admission.Admission`.
+    :class:`farm.admission.Admission`. ``on_load`` gets (URL, when, load) at every look at an engine that serves.
     """
 
     def __init__(
@@ -108,11 +108,13 @@ class EnginePool:
         overcommit: float = 1.0,
         poll_s: float = 1.0,
         on_event: Callable[[PoolEvent], None] | None = None,
+        on_load: Callable[[str, float, EngineLoad], None] | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
         self._admission = Admission(overcommit=overcommit)
         self._poll_s = poll_s
         self._on_event = on_event
+        self._on_load = on_load
         self._now = now
         self._engines: dict[str, Engine] = {}
         self._states: dict[str, EngineState] = {}
@@ -324,7 +326,10 @@ class EnginePool:
         step = version_step(info.version)
         if state.health in (Health.NEW, Health.DOWN):
             self._emit(PoolEvent(kind="up", url=url, at_s=self._now(), step=step))
-        self._set(url, health=Health.UP, step=step, info=info, load=load, failures=0, seen_at_s=self._now(), error="")
+        seen_at_s = self._now()
+        self._set(url, health=Health.UP, step=step, info=info, load=load, failures=0, seen_at_s=seen_at_s, error="")
+        if self._on_load is not None:
+            self._on_load(url, seen_at_s, load)
         capacity = EngineCapacity(budget_tokens=info.max_total_tokens, context_length=info.context_length, step=step)
         self._granted(self._admission.set_engine(url, capacity))
 

@@ -123,6 +123,7 @@ async def running_farm(
         options = WorkerOptions(
             log_path=str(run.trajectories),
             provider=config.sandbox.provider,
+            start_delay_s=config.sandbox.start_delay_s,
             agent=config.agent.name,
             renderer=config.renderer.name,
             grader=config.grader.name,

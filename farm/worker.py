@@ -32,6 +32,7 @@ from farm.protocols import (
 )
 from farm.render import make_renderer
 from farm.sandbox import make_provider
+from farm.sandbox.slow import SlowStarts
 from farm.trajectory_log import DirectoryLog
 from farm.types import Attempt, Dropped, EndReason, Failed, Graded, Task, Trajectory, Usage
 
@@ -55,6 +56,7 @@ class WorkerOptions:
     renderer: str
     grader: str
     model_path: str
+    start_delay_s: float = 0.0
     fault_rate: float = 0.0
     fault_seed: int = 0
 
@@ -108,6 +110,8 @@ class EpisodeWorker:
         self._now = now
         self.log = DirectoryLog(options.log_path)
         self._provider = make_provider(options.provider)
+        if options.start_delay_s:
+            self._provider = SlowStarts(self._provider, options.start_delay_s)
         self._agent = make_agent(options.agent)
         self._grader = make_grader(options.grader)
         self._renderer: Renderer = (

@@ -223,3 +223,9 @@ def test_plans_are_deterministic_and_epochs_are_shuffled() -> None:
     assert len({tuple(epoch) for epoch in epochs}) > 1
     ids = [episode.id for position in range(12) for episode in plan.group(position)]
     assert len(set(ids)) == 24
+
+
+def test_every_episode_samples_with_a_seed_of_its_own_the_same_in_every_run() -> None:
+    seeds = [[e.sampling.seed for e in FinitePlan(TASKS, SPEC).group(position)] for position in range(len(TASKS))]
+    assert seeds == [[e.seed for e in FinitePlan(TASKS, SPEC).group(position)] for position in range(len(TASKS))]
+    assert len({seed for group in seeds for seed in group}) == len(TASKS) * SPEC.group_size

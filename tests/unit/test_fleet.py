@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from farm.fleet import Retractions
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from farm.config import EngineConfig
+from farm.fleet import Fleet, Retractions
+from farm.protocols import EngineLoad
 
 
 def test_retractions_of_an_update_do_not_count() -> None:
@@ -19,3 +25,16 @@ def test_a_restarted_engine_counts_from_nothing_again() -> None:
     assert retractions.total({"a": (1.0, 5)}) == 5
     assert retractions.total({"a": (2.0, 0)}) == 5
     assert retractions.total({"a": (3.0, 1)}) == 6
+
+
+def test_engine_metrics_are_written_while_they_change(tmp_path: Path) -> None:
+    fleet = Fleet(EngineConfig(), logs=tmp_path)
+    idle = EngineLoad(
+        running=0, queued=0, used_tokens=0, max_total_tokens=100, retracted_total=0, generated_tokens_total=0
+    )
+    for at_s, load in enumerate([idle, idle, replace(idle, used_tokens=7, running=1), idle]):
+        fleet._on_load("http://a", float(at_s), load)
+    lines = [json.loads(line) for line in (tmp_path / "engine_metrics.jsonl").read_text().splitlines()]
+    assert [(line["at_s"], line["used_tokens"]) for line in lines] == [(0.0, 0), (2.0, 7), (3.0, 0)]
+    assert lines[1]["url"] == "http://a"
+    assert lines[1]["max_total_tokens"] == 100
