@@ -165,10 +165,11 @@ def test_command_refuses_bad_input(arguments: list[str], capsys: pytest.CaptureF
     assert capsys.readouterr().err.startswith("error: ")
 
 
-def test_the_shipped_benchmark_is_qualified_as_it_is_now() -> None:
-    results = qualify.read(qualify.results_path("micro:benchmark"))
-    for shipped in task_sources.load_tasks("micro:benchmark", quarantined=True):
+@pytest.mark.parametrize(("split", "runs"), [("benchmark", 5), ("rl", 3), ("sft", 3)])
+def test_the_shipped_micro_suite_is_qualified_as_it_is_now(split: str, runs: int) -> None:
+    results = qualify.read(qualify.results_path(f"micro:{split}"))
+    for shipped in task_sources.load_tasks(f"micro:{split}", quarantined=True):
         found = results[shipped.instance_id]
         assert found.qualified
-        assert found.runs >= 5
+        assert found.runs >= runs
         assert found.graded == qualify.graded_digest(shipped)
