@@ -92,12 +92,11 @@ def look_until_decided(
     while verdict.answer is Answer.INCONCLUSIVE:
         due = [source for source in Source if state.is_open(source, verdict) and state.units(source)]
         fitting = [s for s in due if clock() - started_s + pace_s.get(s, 0.0) * state.units(s) <= budget_s]
-        # A source that was never looked at comes first; its first look is not subject to the budget.
-        fresh = [source for source in due if state.looks[source] == 0]
-        if not fresh and not fitting:
+        allowed = [source for source in due if state.looks[source] == 0 or source in fitting]
+        if not allowed:
             stopped = "the budget is used up" if due else stopped
             break
-        source = min(fresh or fitting, key=lambda s: state.looks[s])
+        source = allowed[0]  # rollouts before blocks: they cost less, and a regression ends it
         units, before_s = state.units(source), clock()
         state.buy(source)
         pace_s[source] = (clock() - before_s) / units

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import shutil
+import signal
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.table import Table
@@ -42,6 +44,7 @@ def gate(path: Path, *, base: str | None, policy: Path | None, budget_minutes: f
     chosen = check_policy(policy or ROOT / baseline.policy).absolute()
     _check_tasks(baseline, path)
     commit = trees.resolve(ROOT, base or baseline.commit)
+    signal.signal(signal.SIGTERM, _end)
     folder = _fresh(FOLDER)
     with trees.worktree(ROOT, commit, folder / "base-tree") as base_tree:
         sides = {Side.BASE: base_tree, Side.CANDIDATE: Tree(name="this tree", path=ROOT)}
@@ -90,6 +93,7 @@ def update(path: Path, *, policy: Path | None, limit: int | None) -> int:
     seed = max((run.seed for run in known.runs), default=-1) + 1 if known else 0
     this = Tree(name="this tree", path=ROOT)
     this.check()
+    signal.signal(signal.SIGTERM, _end)
     folder = _fresh(FOLDER)
     bench = LocalBench(
         folder, {Side.CANDIDATE: this}, policy=chosen, tasks=spec, limit=limit, steps=design.steps, seed=seed,
@@ -120,6 +124,11 @@ def update(path: Path, *, policy: Path | None, limit: int | None) -> int:
     score = rate(updated.counts, weights)
     print(f"{path}: pass@1 {100 * score:.2f} % over {updated.attempts:g} attempts at {len(weights)} tasks; commit it")
     return 0
+
+
+def _end(number: int, _frame: object) -> NoReturn:
+    """A cancelled CI job: leave through every ``finally``, so that no farm and no checkout stays behind."""
+    sys.exit(128 + number)
 
 
 def _check_trusted(known: Baseline | None, fresh: Baseline, path: Path) -> None:
