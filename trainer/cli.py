@@ -144,6 +144,35 @@ def export(run_path: Path, step: int | None, out: Path) -> None:
 
 
 @cli.command()
+@click.argument("run_path", metavar="RUN", type=_FOLDER)
+@click.option("--steps", type=click.IntRange(min=1), help="Only the first N steps. Default: all that the run took.")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the digests of every step as JSON.")
+def replay(run_path: Path, steps: int | None, out: Path | None) -> None:
+    """Train again from RUN's log and compare every step's batch and weights, bit by bit, with what RUN has.
+
+    Exit code 0: all are the same; 1: one differs. RUN is not changed."""
+    from dataclasses import asdict
+
+    from farm.durable import write_json
+    from farm.run_folder import RunFolder
+    from trainer.replay import ReplayedStep
+    from trainer.replay import replay as replay_run
+
+    def say(step: ReplayedStep) -> None:
+        if not step.same or step.step % 10 == 0:
+            words = {True: "same", False: "DIFFERENT", None: "not recorded"}
+            click.echo(f"step {step.step}  batch {words[step.same_batch]}  weights {words[step.same_weights]}")
+
+    found = replay_run(RunFolder.open(run_path), steps=steps, report=say)
+    if out is not None:
+        write_json(out, {"steps": [asdict(step) for step in found]})
+    same = sum(step.same for step in found)
+    click.echo(f"{same} of {len(found)} steps came out the same")
+    if same < len(found):
+        sys.exit(1)
+
+
+@cli.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def bench(as_json: bool) -> None:
     """Measure training throughput at the micro policy's size."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +27,15 @@ from farm.errors import UsageError
 from farm.policy_log import PolicyLog
 from farm.run_folder import RunFolder
 from farm.trajectory_log import DirectoryLog
-from farm.types import Cursor, PolicyVersion, Trajectory
-from trainer.batch import TokenSequence, micro_batches, sequences
+from farm.types import Cursor, PolicyVersion
 from trainer.config import TrainerConfig, batch_rules
-from trainer.group import Batch, Batcher
+from trainer.group import Batch
 from trainer.guard import within
-from trainer.megatron import checkpoint, losses
-from trainer.megatron.learner import Learner
+from trainer.megatron import checkpoint
 from trainer.metrics import MetricsFile
 from trainer.start import first_policy
-from trainer.tail import fetch, follow
+from trainer.steps import Steps
+from trainer.tail import follow
 
 _FREE_TO_CHANGE = {"checkpoint_every", "keep_checkpoints", "save_timeout_s"}
 
@@ -79,23 +78,19 @@ class Trainer:
 
     def _start(self, first: PolicyVersion) -> None:
         self._source = Path(first.path)
-        self._learner = Learner(self._source, clip_grad=self._config.clip_grad, seed=self._config.seed)
+        self._steps = Steps(self._source, self._config, self._rules)
         saved = checkpoint.load(self._run.checkpoints)
         if saved is None:
             self.step = self._saved_step = 0
             self._cursor = Cursor()
-            self._batcher = Batcher(self._rules)
-            self._held: dict[Cursor, Trajectory] = {}
             self._metrics.resume(0, None)
             return
         self.step, learner, loop = saved
         self._saved_step = self.step
-        self._learner.load_state(learner)
         self._cursor = Cursor(shard=loop["cursor"][0], row=loop["cursor"][1])
-        self._batcher = Batcher.restore(self._rules, loop["batcher"])
-        self._held = fetch(self._log, self._batcher.pending())
-        self._publish(self._batcher.consumed_groups)
-        self._metrics.resume(self.step, loop["metrics"])
+        self._steps.restore(learner, loop["batcher"], self._log)
+        version = self._publish(self._steps.consumed_groups)
+        self._metrics.resume(self.step, loop["metrics"] | {"policy_digest": version.digest})
 
     def close(self) -> None:
         self._lock.release()
@@ -115,14 +110,11 @@ class Trainer:
         waiting_since = time.monotonic()
         for at, after, trajectory in follow(self._log, self._cursor, self._stop):
             self._cursor = after
-            batch = self._batcher.push(at, trajectory)
-            self._held[at] = trajectory
+            batch = self._steps.push(at, trajectory)
             if batch is None:
                 continue
             line = self._do_step(batch, wait_s=time.monotonic() - waiting_since)
             report(line)
-            pending = set(self._batcher.pending())
-            self._held = {k: v for k, v in self._held.items() if k in pending}
             if steps is not None and self.step >= steps:
                 break
             waiting_since = time.monotonic()
@@ -135,66 +127,33 @@ class Trainer:
 
     def _do_step(self, batch: Batch, *, wait_s: float) -> Mapping[str, Any]:
         started = time.monotonic()
-        line = self._train(batch)
+        line: dict[str, Any] = self._steps.train(batch)
         self.step = batch.step + 1
-        line |= {"wait_s": wait_s, "train_s": time.monotonic() - started, "checkpoint_s": 0.0, "publish_s": 0.0}
+        line |= {
+            "ended_at_s": time.time(),
+            "wait_s": wait_s,
+            "train_s": time.monotonic() - started,
+            "checkpoint_s": 0.0,
+            "publish_s": 0.0,
+        }
         started = time.monotonic()
         if self.step % self._config.checkpoint_every == 0:
             self._save(line)
         line["checkpoint_s"] = time.monotonic() - started
         started = time.monotonic()
-        self._publish(batch.consumed_groups)
-        line |= {"publish_s": time.monotonic() - started, "ended_at_s": time.time()}
+        version = self._publish(batch.consumed_groups)
+        line |= {
+            "policy_digest": version.digest,
+            "publish_s": time.monotonic() - started,
+            "ended_at_s": time.time(),
+        }
         self._metrics.append(line)
         return line
-
-    def _train(self, batch: Batch) -> dict[str, Any]:
-        """The optimizer step (none when no sample has a gradient), and the metrics line."""
-        data: list[TokenSequence] = []
-        dropped = [{"episode": d.episode_id, "reason": d.reason} for d in batch.dropped]
-        for sample in batch.samples:
-            try:
-                data += sequences(self._held[sample.at], advantage=sample.advantage)
-            except ValueError:
-                dropped.append({"episode": sample.episode_id, "reason": "bad_logprobs"})
-        batches = micro_batches(data, max_tokens=self._config.micro_batch_tokens)
-        lr = self._config.learning_rate(batch.step)
-        line: dict[str, Any] = {
-            "step": batch.step + 1,
-            "ended_at_s": time.time(),
-            "lr": lr,
-            "groups": batch.groups,
-            "consumed_groups": batch.consumed_groups,
-            "zero_variance_groups": batch.zero_variance_groups,
-            "closed_groups": batch.closed_groups,
-            "episodes": batch.graded,
-            "failed_episodes": batch.failed,
-            "trained_episodes": len(batch.samples),
-            "straggler_episodes": sum(s.straggler for s in batch.samples),
-            "dropped": dropped,
-            "reward_mean": _mean(batch.rewards),
-            "pass_rate": batch.resolved / batch.graded if batch.graded else None,
-            "staleness_mean": _mean([s.staleness for s in batch.samples]),
-            "staleness_max": max((s.staleness for s in batch.samples), default=None),
-            "tokens": sum(len(s.ids) for s in data),
-            "loss_tokens": sum(b.tokens for b in batches),
-        }
-        if not batches:
-            return line | dict.fromkeys(("loss", "clip_fraction", "approx_kl", "entropy", "grad_norm"))
-        self._learner.check_ids(max(int(s.ids.max()) for s in data), max(len(s.ids) for s in data))
-        result = self._learner.step(batches, losses.grpo(self._config.clip_low, self._config.clip_high), lr=lr)
-        return line | {
-            "loss": result.sums["loss"] / result.tokens,
-            "clip_fraction": result.sums["clipped"] / result.tokens,
-            "approx_kl": result.sums["kl"] / result.tokens,
-            "entropy": result.sums["surprise"] / result.tokens,
-            "grad_norm": result.grad_norm,
-        }
 
     def _save(self, line: Mapping[str, Any]) -> None:
         loop = {
             "cursor": [self._cursor.shard, self._cursor.row],
-            "batcher": self._batcher.state(),
+            "batcher": self._steps.batcher_state(),
             "metrics": dict(line),
         }
         within(
@@ -203,7 +162,7 @@ class Trainer:
             lambda: checkpoint.save(
                 self._run.checkpoints,
                 self.step,
-                learner=self._learner.state(),
+                learner=self._steps.learner.state(),
                 loop=loop,
                 keep=self._config.keep_checkpoints,
                 disk=self._disk,
@@ -211,20 +170,16 @@ class Trainer:
         )
         self._saved_step = self.step
 
-    def _publish(self, consumed_groups: int) -> None:
-        within(
+    def _publish(self, consumed_groups: int) -> PolicyVersion:
+        return within(
             self._config.save_timeout_s,
             f"publishing policy {self.step}",
             lambda: self._policies.publish(
                 self.step,
-                lambda folder: self._learner.write(folder, source=self._source),
+                lambda folder: self._steps.learner.write(folder, source=self._source),
                 consumed_groups=consumed_groups,
             ),
         )
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
 
 
 def _pin_config(place: Path, config: TrainerConfig) -> None:

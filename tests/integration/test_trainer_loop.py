@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import pytest
+from click.testing import CliRunner
 
 from farm.config import load_config, to_json
 from farm.durable import Disk, FolderLock
@@ -30,6 +31,7 @@ from trainer.megatron.learner import Learner
 from trainer.megatron.model import start_megatron, stop_megatron
 from trainer.metrics import read_metrics
 from trainer.publish import export
+from trainer.replay import replay
 from trainer.sft import SftStep, learning_rate, train_sft
 from trainer.start import await_run, first_policy
 
@@ -137,6 +139,49 @@ def test_stopping_and_resuming_equals_running_through(tmp_path: Path, model: Pat
         assert train(parts, policy=model, steps=steps, checkpoint_every=2) == steps
     assert digests(parts) == digests(through)
     assert [line["step"] for line in read_metrics(parts.metrics)] == [1, 2, 3, 4, 5]
+
+
+def test_a_replay_comes_to_the_same_batches_and_weights(tmp_path: Path, model: Path) -> None:
+    run = make_run(tmp_path / "run")
+    for steps in (2, 3, 5):  # stopped and resumed: a replay goes through in one
+        train(run, policy=model, steps=steps, checkpoint_every=2)
+    PolicyLog(run.policies).prune(keep=1, keep_every=6)  # all but the first and the last are gone
+    said: list[int] = []
+    replayed = replay(run, report=lambda step: said.append(step.step))
+    assert said == [1, 2, 3, 4, 5]
+    assert all(step.same and step.same_batch for step in replayed)
+    assert len({step.weights for step in replayed}) == len({step.batch for step in replayed}) == 5
+    assert [step.step for step in replay(run, steps=2)] == [1, 2]
+
+    lines = read_metrics(run.metrics)
+    lines[3]["policy_digest"] = lines[1]["batch_digest"] = "other"
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    out = tmp_path / "replay.json"
+    done = CliRunner().invoke(cli, ["replay", str(run.path), "--out", str(out)])
+    assert done.exit_code == 1
+    assert "step 2  batch DIFFERENT  weights same\nstep 4  batch same  weights DIFFERENT\n3 of 5" in done.output
+    assert [step["step"] for step in json.loads(out.read_text())["steps"]] == [1, 2, 3, 4, 5]
+
+
+def test_a_replay_needs_steps_all_rows_and_the_first_policy(tmp_path: Path, model: Path) -> None:
+    run = make_run(tmp_path / "run", steps=2)
+    with pytest.raises(UsageError, match=r"config\.json: unreadable"):
+        replay(run)
+    train(run, policy=model, steps=2)
+    lines = read_metrics(run.metrics)
+    del lines[0]["batch_digest"], lines[0]["policy_digest"]  # as a run of an older version has it
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    old, _ = replay(run)
+    assert (old.same_batch, old.same_weights, old.same) == (None, True, True)
+    run.metrics.write_text(run.metrics.read_text() + json.dumps(lines[-1] | {"step": 3}) + "\n")
+    with pytest.raises(UsageError, match="ends at step 2 of 3"):
+        replay(run)
+    PolicyLog(run.policies).prune(keep=1)
+    with pytest.raises(UsageError, match="policy step 0 is gone"):
+        replay(run)
+    run.metrics.unlink()
+    with pytest.raises(UsageError, match="holds no training step"):
+        replay(run)
 
 
 def test_a_batch_without_gradient_moves_on_with_the_same_weights(tmp_path: Path, model: Path) -> None:

@@ -1,0 +1,106 @@
+"""Rows of the trajectory log in, optimizer steps out: what a live trainer and a replay share.
+
+The weights after step *n* are a function of the policy at step 0, the configuration and the log's order. All that goes
+into that function is here; nothing here reads a clock or writes a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from farm.protocols import TrajectoryLog
+from farm.types import Cursor, Trajectory, content_digest
+from trainer.batch import TokenSequence, micro_batches, sequences
+from trainer.config import TrainerConfig
+from trainer.group import Batch, Batcher, BatchRules, Sample
+from trainer.megatron import losses
+from trainer.megatron.learner import Learner
+from trainer.tail import fetch
+
+
+class Steps:
+    """``source`` is the Hugging Face folder of the policy at step 0. Raises ``UsageError`` for a malformed one."""
+
+    def __init__(self, source: Path, config: TrainerConfig, rules: BatchRules) -> None:
+        self.learner = Learner(source, clip_grad=config.clip_grad, seed=config.seed)
+        self._config = config
+        self._rules = rules
+        self._batcher = Batcher(rules)
+        self._held: dict[Cursor, Trajectory] = {}  # rows that a batch to come may train on
+
+    @property
+    def consumed_groups(self) -> int:
+        """Groups used up so far."""
+        return self._batcher.consumed_groups
+
+    def push(self, at: Cursor, trajectory: Trajectory) -> Batch | None:
+        """The next row of the log and its position. Whoever gets a batch must :meth:`train` on it before the next."""
+        batch = self._batcher.push(at, trajectory)
+        self._held[at] = trajectory
+        return batch
+
+    def train(self, batch: Batch) -> dict[str, Any]:
+        """The optimizer step (none when no sample has a gradient), and what there is to say of it."""
+        data: list[TokenSequence] = []
+        dropped = [{"episode": d.episode_id, "reason": d.reason} for d in batch.dropped]
+        for sample in batch.samples:
+            try:
+                data += sequences(self._held[sample.at], advantage=sample.advantage)
+            except ValueError:
+                dropped.append({"episode": sample.episode_id, "reason": "bad_logprobs"})
+        pending = set(self._batcher.pending())
+        self._held = {at: row for at, row in self._held.items() if at in pending}
+        batches = micro_batches(data, max_tokens=self._config.micro_batch_tokens)
+        lr = self._config.learning_rate(batch.step)
+        line: dict[str, Any] = {
+            "step": batch.step + 1,
+            "lr": lr,
+            "batch_digest": batch_digest(batch.samples),
+            "groups": batch.groups,
+            "consumed_groups": batch.consumed_groups,
+            "zero_variance_groups": batch.zero_variance_groups,
+            "closed_groups": batch.closed_groups,
+            "episodes": batch.graded,
+            "failed_episodes": batch.failed,
+            "trained_episodes": len(batch.samples),
+            "straggler_episodes": sum(s.straggler for s in batch.samples),
+            "dropped": dropped,
+            "reward_mean": _mean(batch.rewards),
+            "pass_rate": batch.resolved / batch.graded if batch.graded else None,
+            "staleness_mean": _mean([s.staleness for s in batch.samples]),
+            "staleness_max": max((s.staleness for s in batch.samples), default=None),
+            "tokens": sum(len(s.ids) for s in data),
+            "loss_tokens": sum(b.tokens for b in batches),
+        }
+        if not batches:
+            return line | dict.fromkeys(("loss", "clip_fraction", "approx_kl", "entropy", "grad_norm"))
+        self.learner.check_ids(max(int(s.ids.max()) for s in data), max(len(s.ids) for s in data))
+        result = self.learner.step(batches, losses.grpo(self._config.clip_low, self._config.clip_high), lr=lr)
+        return line | {
+            "loss": result.sums["loss"] / result.tokens,
+            "clip_fraction": result.sums["clipped"] / result.tokens,
+            "approx_kl": result.sums["kl"] / result.tokens,
+            "entropy": result.sums["surprise"] / result.tokens,
+            "grad_norm": result.grad_norm,
+        }
+
+    def batcher_state(self) -> dict[str, Any]:
+        """Plain JSON data for :meth:`restore`."""
+        return self._batcher.state()
+
+    def restore(self, learner: Mapping[str, Any], batcher: Mapping[str, Any], log: TrajectoryLog) -> None:
+        """Go on from what a checkpoint holds; rows that are still waiting are read from ``log`` again."""
+        self.learner.load_state(learner)
+        self._batcher = Batcher.restore(self._rules, batcher)
+        self._held = fetch(log, self._batcher.pending())
+
+
+def batch_digest(samples: Sequence[Sample]) -> str:
+    """Which rows a step trained on, and how: two steps with the same digest trained on the same batch."""
+    return content_digest([[s.episode_id, s.advantage, s.staleness] for s in samples])
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
