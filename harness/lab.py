@@ -31,6 +31,10 @@ from harness.stage_key import changed, stage_key
 
 STAGE_LIMIT_S = 3600.0
 
+_LOOK_S = 0.5
+_END_S = 60.0
+_TOLD_CHARACTERS = 2000
+
 
 class StageError(Exception):
     """A public command failed; the message holds the end of what it printed."""
@@ -47,6 +51,7 @@ class Lab:
     plan: list[str] = field(default_factory=list)
     archive: bool = False
     used: list[str] = field(default_factory=list)  # the stages asked for, in order
+    programs: Path = field(default_factory=lambda: Path(sys.executable).parent)  # where farm and trainer are
 
     # ------------------------------------------------------------------------------------------ stages
 
@@ -61,7 +66,7 @@ class Lab:
             self.plan.remove(name)
         if self.archive:
             if not (folder / "done.json").exists():
-                raise StageError(f"no logs of stage {name} in {self.folder}")
+                raise StageError(f"no logs of stage {name}")
             return folder
         key, done = stage_key(work, self.profile), self._done(name)
         why = changed(done.get("key"), key) if done else []
@@ -152,53 +157,63 @@ class Lab:
         run = str(folder / "run")
         settings = ("--set", f"rollout.mode={mode}", "--set", f"rollout.seed={seed}", *self._back_ends())
         farm = self._start(
-            folder,
-            "farm",
-            "up",
-            "--workers",
-            "2",
-            "--tasks",
-            self.profile.training,
-            "--run",
-            run,
-            "--policy",
-            str(policy),
-            *settings,
-        )
+            folder / "farm.log", "farm", "up", "--workers", "2", "--tasks", self.profile.training,
+            "--run", run, "--policy", str(policy), *settings,
+        )  # fmt: skip
         try:
             self._command(
                 folder, "trainer", "train", "--run", run, "--policy", str(policy), "--steps", str(steps),
-                "--set", f"seed={seed}",
+                "--set", f"seed={seed}", beside=farm,
             )  # fmt: skip
         finally:
-            self._stop(farm)
+            _stop(farm)
 
     def _back_ends(self) -> tuple[str, ...]:
         return tuple(word for setting in self.profile.settings for word in ("--set", setting))
 
-    def _command(self, folder: Path, program: str, *arguments: str) -> None:
-        with (folder / "commands.log").open("ab") as log:
-            done = subprocess.run(
-                [program_path(program), *arguments], stdout=log, stderr=log, timeout=STAGE_LIMIT_S, check=False
-            )
-        if done.returncode != 0:
-            raise StageError(self._told(folder, program, arguments, done.returncode))
+    def _command(
+        self, folder: Path, program: str, *arguments: str, beside: subprocess.Popen[bytes] | None = None
+    ) -> None:
+        """Run a public command to its end. ``beside``: the farm that it can't do without.
 
-    def _start(self, folder: Path, program: str, *arguments: str) -> subprocess.Popen[bytes]:
-        with (folder / f"{program}.log").open("ab") as log:
-            return subprocess.Popen([program_path(program), *arguments], stdout=log, stderr=log)
-
-    def _stop(self, process: subprocess.Popen[bytes]) -> None:
-        process.send_signal(signal.SIGINT)
+        Raises :class:`StageError` when it fails, takes longer than a stage may, or the farm beside it ends first."""
+        log = folder / "commands.log"
+        process = self._start(log, program, *arguments)
+        told = f"`{program} {' '.join(arguments)}`"
+        give_up_at = time.monotonic() + STAGE_LIMIT_S
         try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(10)
+            while (code := _code(process, _LOOK_S)) is None:
+                if beside is not None and (ended := beside.poll()) is not None:
+                    raise StageError(f"the farm beside {told} ended with {ended}:\n{_tail(folder / 'farm.log')}")
+                if time.monotonic() > give_up_at:
+                    raise StageError(f"{told} was still running after {STAGE_LIMIT_S:g} s:\n{_tail(log)}")
+        finally:
+            _stop(process)
+        if code != 0:
+            raise StageError(f"{told} ended with {code}:\n{_tail(log)}")
 
-    def _told(self, folder: Path, program: str, arguments: tuple[str, ...], code: int) -> str:
-        tail = (folder / "commands.log").read_text(errors="replace")[-2000:]
-        return f"`{program} {' '.join(arguments)}` ended with {code}:\n{tail}"
+    def _start(self, log: Path, program: str, *arguments: str) -> subprocess.Popen[bytes]:
+        with log.open("ab") as file:
+            return subprocess.Popen([str(self.programs / program), *arguments], stdout=file, stderr=file)
+
+
+def _code(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
+    try:
+        return process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Let it drain, and kill it when that takes too long. One that has ended already is fine."""
+    process.send_signal(signal.SIGINT)
+    if _code(process, _END_S) is None:
+        process.kill()
+        process.wait()
+
+
+def _tail(log: Path) -> str:
+    return log.read_text(errors="replace")[-_TOLD_CHARACTERS:]
 
 
 def program_path(name: str) -> str:

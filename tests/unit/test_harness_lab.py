@@ -1,0 +1,54 @@
+"""harness/lab.py with programs that stand in for ``farm`` and ``trainer``."""
+
+from __future__ import annotations
+
+import io
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from harness.lab import Lab, StageError
+from harness.profiles import profile
+
+TRAINER = """case "$1" in
+    train) {train} ;;
+    sft) mkdir -p "${{@: -3:1}}" ;;
+esac
+"""
+
+
+def lab(folder: Path, *, farm: str, train: str) -> Lab:
+    programs = folder / "bin"
+    programs.mkdir()
+    for name, script in {"farm": farm, "trainer": TRAINER.format(train=train)}.items():
+        (programs / name).write_text(f"#!/bin/bash\n{script}\n")
+        (programs / name).chmod(0o755)
+    return Lab(
+        folder=folder / "stages",
+        profile=profile("quick"),
+        console=Console(file=io.StringIO()),
+        programs=programs,
+    )
+
+
+def test_a_farm_that_dies_ends_its_stage_at_once_and_is_quoted(tmp_path: Path) -> None:
+    bench = lab(tmp_path, farm="echo engine-0 did not come up; exit 3", train="exec sleep 600")
+    started = time.monotonic()
+    with pytest.raises(StageError, match=r"the farm beside `trainer train .*` ended with 3:\nengine-0 did not come up"):
+        bench.rl()
+    assert time.monotonic() - started < 60
+    assert not (bench.folder / "rl" / "done.json").exists()
+
+
+def test_a_trainer_that_fails_is_quoted_and_its_farm_ended(tmp_path: Path) -> None:
+    bench = lab(tmp_path, farm="trap 'kill $!; exit 0' INT; sleep 600 & wait", train="echo no policy >&2; exit 2")
+    with pytest.raises(StageError, match=r"`trainer train .*` ended with 2:\nno policy"):
+        bench.rl()
+
+
+def test_a_stage_whose_farm_outlives_its_trainer_is_done(tmp_path: Path) -> None:
+    bench = lab(tmp_path, farm="trap 'kill $!; exit 0' INT; sleep 600 & wait", train="exit 0")
+    bench.rl()
+    assert (bench.folder / "rl" / "done.json").exists()
