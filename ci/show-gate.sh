@@ -48,7 +48,7 @@ for file in target.glob("*.safetensors"):
     tensors = load_file(file)
     rng = np.random.default_rng(0)
     for name, weights in tensors.items():
-        if name.endswith("down_proj.weight"):
+        if name.endswith(("down_proj.weight", "o_proj.weight")):
             noise = rng.normal(0, weights.astype(np.float32).std(), weights.shape)
             tensors[name] = (weights + noise).astype(weights.dtype)
     save_file(tensors, file, metadata={"format": "pt"})

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from harness.gate.design import Metric
-from harness.stats.core import mean_error
+from harness.stats.core import Floats, mean_error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class Reading:
 
     harm: float
     error: float
-    df: int
+    df: float
     base: float
     new: float
 
@@ -75,28 +75,40 @@ def pass_reading(base: Counts, new: Counts, weights: Mapping[str, float], *, max
     before = np.array([base.passed[task] / base.graded[task] for task in weights])
     after = np.array([new.passed[task] / new.graded[task] for task in weights])
     by_task = np.array(list(weights.values()))
+    error, df = _error(base, new, weights)
     return Reading(
         harm=float(np.average(before - after, weights=by_task)),
-        error=math.hypot(*(_attempts_error(counts, weights) for counts in (base, new))),
-        df=len(before) - 1,
+        error=error,
+        df=df,
         base=float(np.average(before, weights=by_task)),
         new=float(np.average(after, weights=by_task)),
     )
 
 
-def _attempts_error(counts: Counts, weights: Mapping[str, float]) -> float:
-    """Standard error of the weighted rate from its attempts alone; nan when no task has two. A task with a single
-    one gets the mean variance of the others."""
+def _variances(counts: Counts, weights: Mapping[str, float]) -> tuple[Floats, Floats]:
+    """(variance that each task's attempts put into the weighted rate, its degrees of freedom), [T] each.
+
+    nan when no task has two attempts. A task with a single one gets the mean variance of the others."""
     graded = np.array([counts.graded[task] for task in weights], dtype=np.float64)
     shares = np.array([counts.passed[task] for task in weights]) / graded
     several = graded > 1
     if not several.any():
-        return math.nan
+        return np.full(len(graded), math.nan), np.ones(len(graded))
     single = np.zeros(len(graded))  # variance of one attempt, p(1-p) without bias
     single[several] = (shares * (1 - shares))[several] * graded[several] / (graded[several] - 1)
     single[~several] = single[several].mean()
     by_task = np.array(list(weights.values()))
-    return float(np.sqrt((by_task**2 * single / graded).sum()) / by_task.sum())
+    return (by_task / by_task.sum()) ** 2 * single / graded, np.maximum(1.0, graded - 1)
+
+
+def _error(base: Counts, new: Counts, weights: Mapping[str, float]) -> tuple[float, float]:
+    """(standard error, degrees of freedom) of the difference of the weighted rates from the attempts alone.
+
+    Satterthwaite's: few where the variance rests on few tasks, because most are always or never solved."""
+    parts = [_variances(counts, weights) for counts in (base, new)]
+    variance = sum(float(v.sum()) for v, _ in parts)
+    spread = sum(float((v**2 / df).sum()) for v, df in parts)
+    return math.sqrt(variance), variance**2 / spread if spread > 0 else float(len(weights))
 
 
 Block = Mapping[str, float]  # metric name -> figure of one block
