@@ -41,7 +41,7 @@ class Habit:
 
 
 PRETRAINING = Habit(right_first=0.1, right_later=0.1, retry=0.3, tries=3, tours=0.5)
-DEMONSTRATION = Habit(right_first=0.6, right_later=0.6, retry=0.3, tries=2)
+DEMONSTRATION = Habit(right_first=0.7, right_later=0.7, retry=0.4, tries=2)
 
 
 def transcripts(renderer: MicroRenderer, split: str, *, count: int, habit: Habit, seed: int) -> Iterator[Trajectory]:
