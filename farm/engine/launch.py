@@ -30,6 +30,7 @@ class EngineOptions:
     max_running_requests: int | None = None
     max_queued_requests: int | None = None
     chunked_prefill_size: int | None = None
+    clip_new_tokens: int | None = None
 
     def arguments(self) -> list[str]:
         """The server's command line, without the interpreter."""
@@ -37,6 +38,7 @@ class EngineOptions:
         arguments += ["--host", self.host, "--port", str(self.port)]
         for name in (
             "max_total_tokens", "context_length", "max_running_requests", "max_queued_requests", "chunked_prefill_size",
+            "clip_new_tokens",
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None:

@@ -32,10 +32,19 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-running-requests", type=int, default=64)
     parser.add_argument("--max-queued-requests", type=int, help="default: no limit; over it: 503")
     parser.add_argument("--chunked-prefill-size", type=int, default=512, help="prompt tokens computed in one step")
+    parser.add_argument(
+        "--clip-new-tokens", type=int, default=4096, help="most tokens to come that a request counts for at admission"
+    )
     parser.add_argument("--weight-version", default="default")
     parser.add_argument("--parent-pid", type=int, help="exit when this process has gone")
     arguments = parser.parse_args(argv)
-    for name in ("max_total_tokens", "context_length", "max_running_requests", "chunked_prefill_size"):
+    for name in (
+        "max_total_tokens",
+        "context_length",
+        "max_running_requests",
+        "chunked_prefill_size",
+        "clip_new_tokens",
+    ):
         value = getattr(arguments, name)
         if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
@@ -102,6 +111,7 @@ def _serve(arguments: argparse.Namespace, listener: socket.socket, config: Model
         max_running=arguments.max_running_requests,
         max_queued=arguments.max_queued_requests,
         chunk_tokens=arguments.chunked_prefill_size,
+        clip_new_tokens=arguments.clip_new_tokens,
     )
     needed = KVStore.size_bytes(config, rows=limits.rows, capacity=limits.capacity)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -28,7 +28,6 @@ from farm.engine.embedded.sampler import SamplingRows, sample
 # SGLang's defaults for how much of a running request's remaining length is set aside at admission.
 _RATIO_START, _RATIO_MIN, _RATIO_STEPS = 0.7, 0.098, 600
 _RETRACT_STEPS = 20
-_CLIP_NEW_TOKENS = 4096
 
 _MIN_SHARED = 16  # a shorter common prefix is not worth a copy
 _WAIT_FOR_SIBLING = 32  # tokens that a running request is about to compute anyway
@@ -59,13 +58,17 @@ class QueueFullError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Caps of one server. Tokens, except for the two request counts; ``max_queued`` None means no cap."""
+    """Caps of one server. Tokens, except for the two request counts; ``max_queued`` None means no cap.
+
+    ``clip_new_tokens``: no request counts for more tokens to come than this at admission (SGLang's
+    ``SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION``)."""
 
     max_total_tokens: int
     context_length: int
     max_running: int
     max_queued: int | None
     chunk_tokens: int
+    clip_new_tokens: int = 4096
 
     @property
     def rows(self) -> int:
@@ -357,8 +360,8 @@ class Scheduler:
         if not self._running:
             return True
         table = self._table[: self.running]
-        remaining = np.minimum(table["end"] - table["tokens"], _CLIP_NEW_TOKENS).sum()
-        needed = len(request.tokens) + min(request.end - len(request.tokens), _CLIP_NEW_TOKENS)
+        remaining = np.minimum(table["end"] - table["tokens"], self.limits.clip_new_tokens).sum()
+        needed = len(request.tokens) + min(request.end - len(request.tokens), self.limits.clip_new_tokens)
         return self.running_tokens + float(remaining) * self.new_token_ratio + needed <= self.limits.max_total_tokens
 
     def _match(self, request: Request) -> tuple[int, int, bool]:
