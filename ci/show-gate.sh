@@ -50,7 +50,7 @@ for file in target.glob("*.safetensors"):
     for name, weights in tensors.items():
         if name.endswith(("down_proj.weight", "o_proj.weight")):
             noise = rng.normal(0, weights.astype(np.float32).std(), weights.shape)
-            tensors[name] = (weights + noise).astype(weights.dtype)
+            tensors[name] = noise.astype(weights.dtype)
     save_file(tensors, file, metadata={"format": "pt"})
 EOF
 }
