@@ -34,9 +34,34 @@ class Course:
     ``boundary`` for ``kind``) and the figures tell what came of it."""
 
     __slots__ = (
-        "_context", "_deadline_s", "_limits", "_on_end", "_request", "_script", "_site", "_start_asked_s", "_turn",
-        "_unreadable", "boundary", "cached", "end_reason", "engine", "engine_wait_s", "episode", "episode_id", "fault",
-        "kind", "number", "oldest_step", "over", "prompt_tokens", "reward", "sampled", "start_s", "started_at_s",
+        "_asked_s",
+        "_context",
+        "_deadline_s",
+        "_limits",
+        "_on_end",
+        "_request",
+        "_script",
+        "_site",
+        "_start_asked_s",
+        "_turn",
+        "_unreadable",
+        "boundary",
+        "cached",
+        "end_reason",
+        "engine",
+        "engine_wait_s",
+        "episode",
+        "episode_id",
+        "fault",
+        "kind",
+        "number",
+        "oldest_step",
+        "over",
+        "prompt_tokens",
+        "reward",
+        "sampled",
+        "start_s",
+        "started_at_s",
     )  # fmt: skip
 
     def __init__(
@@ -61,6 +86,7 @@ class Course:
         self._request: Request | None = None
         self._deadline_s = float("inf")
         self._start_asked_s = 0.0
+        self._asked_s = 0.0
         self.episode = episode
         self.episode_id = episode_id
         self.number = number
@@ -102,7 +128,7 @@ class Course:
         if now_s >= self._deadline_s:
             self._drop_request()
             self._end(EndReason.TIME_LIMIT)
-        elif now_s - request.queued_at_s >= ENGINE_SHARE * self._limits.agent_s:
+        elif now_s - self._asked_s >= ENGINE_SHARE * self._limits.agent_s:
             self._drop_request()
             self._fail(Boundary.ENGINE, "timeout")
 
@@ -170,13 +196,14 @@ class Course:
             on_done=self._generated,
         )
         self._request = request
+        self._asked_s = self._site.clock.now_s  # the engine may live in another time
         self.prompt_tokens += self._context
         self.engine.submit(request)
 
     def _generated(self, request: Request) -> None:
         self._request = None
         now_s = self._site.clock.now_s
-        self.engine_wait_s = max(self.engine_wait_s, now_s - request.queued_at_s)
+        self.engine_wait_s = max(self.engine_wait_s, now_s - self._asked_s)
         if request.aborted:
             self._fail(Boundary.ENGINE, "aborted")
             return

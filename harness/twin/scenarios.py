@@ -19,6 +19,7 @@ from harness.twin.workload import HeavyTail, tasks
 from trainer.group import BatchRules
 
 TASKS = 400
+GRADE_LIMIT_S, EPISODE_SLACK_S = 1800.0, 2100.0
 START_SPREAD = 0.35
 OVERCOMMIT = 1.5
 """Admission reserves a whole cap for each episode; few ever use it, so budgets may be promised this many times."""
@@ -72,17 +73,17 @@ def workload(inputs: Inputs) -> HeavyTail:
 
 
 def limits(inputs: Inputs, *, capped: bool) -> Limits:
-    """``capped`` False: only the model's context ends a trajectory's tokens."""
+    """``capped`` False: only the model's context and a long wall limit end a trajectory."""
     whole = inputs.shape.context_length
-    agent_s = inputs["agent_s"]
+    agent_s = inputs["agent_s" if capped else "uncapped_agent_s"]
     return Limits(
         max_turns=inputs.count("max_turns"),
         max_tokens_per_turn=inputs.count("turn_tokens") if capped else whole,
         max_context_tokens=inputs.count("cap_tokens") if capped else whole,
         tool_s=inputs["tool_s"],
         agent_s=agent_s,
-        grade_s=1800.0,
-        episode_s=agent_s + 2100.0,
+        grade_s=GRADE_LIMIT_S,
+        episode_s=agent_s + EPISODE_SLACK_S,
     )
 
 
@@ -99,6 +100,7 @@ def reference(
 ) -> Scenario:
     """RL at the reference's scale, ``mode`` "async" or "sync". ``sandboxes``: "cloud", or "local" on the inference
     node's own processors, where one start is ``local_start_work_s`` of CPU work."""
+    allowed = limits(inputs, capped=capped)
     size, per_step = inputs.count("group_size"), inputs.count("groups_per_step")
     config = parse_config(
         {
@@ -109,7 +111,7 @@ def reference(
                 "max_staleness": round(inputs["max_staleness"]),
                 "mode": mode,
             },
-            "limits": {"agent_s": inputs["agent_s"], "episode_s": inputs["agent_s"] + 2100.0},
+            "limits": {"agent_s": allowed.agent_s, "episode_s": allowed.episode_s, "lease_s": allowed.episode_s + 30.0},
         },
         where="twin",
     )
@@ -118,7 +120,7 @@ def reference(
         seed=inputs.seed,
         purpose="rl",
         sampling=SamplingParams(),
-        limits=limits(inputs, capped=capped),
+        limits=allowed,
     )
     local = sandboxes == "local"
 
