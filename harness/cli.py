@@ -15,32 +15,71 @@ def cli() -> None:
     """Regenerates every reported figure into a versioned report."""
 
 
+_PATH = click.Path(path_type=Path)
+
+
 @cli.command("list")
 def list_() -> None:
-    """The claims, what was reported and what regenerates them."""
-    from rich.console import Console
-    from rich.table import Table
+    """The claims, what was reported, and what the newest report says of them."""
+    from harness import views
 
-    from harness import claims
+    sys.exit(views.list_claims())
 
-    table = Table("claim", "reported", "experiment", "statement", box=None)
-    for claim in claims.load():
-        table.add_row(claim.id, claim.reported["text"], claim.experiment or "not built yet", claim.statement)
-    Console().print(table)
+
+@cli.command()
+@click.argument("claim")
+def show(claim: str) -> None:
+    """Everything about one claim: source, metric, rule, what regenerates it, the newest result."""
+    from harness import views
+
+    sys.exit(views.show_claim(claim))
 
 
 @cli.command()
 @click.argument("claim_ids", metavar="[CLAIM]...", nargs=-1)
 @click.option("--all", "everything", is_flag=True, help="Every claim.")
-@click.option("--profile", "profile_name", default="full", show_default=True, help="quick or full.")
-@click.option("--out", type=click.Path(path_type=Path), help="Report folder [default: reports/VERSION, full profile].")
+@click.option("--profile", "profile_name", default="full", show_default=True, help="quick, full or cluster.")
+@click.option("--out", type=_PATH, help="Report folder [default: reports/VERSION, full profile].")
 def reproduce(claim_ids: tuple[str, ...], everything: bool, profile_name: str, out: Path | None) -> None:
-    """Run what the claims need and write the report. An interrupted run goes on where it stopped."""
+    """Run what the claims need and write the report. What is done already and has not changed is not run again."""
     from harness import reproduce as work
 
     if everything == bool(claim_ids):
         raise UsageError("name the claims to reproduce, or give --all; `harness list` shows them")
     sys.exit(work.reproduce(claim_ids, profile_name=profile_name, out=out))
+
+
+@cli.command()
+@click.argument("folder", type=_PATH, required=False)
+def check(folder: Path | None) -> None:
+    """Judge a report (default: the newest) by the rules; runs nothing. Exit code 1: a row that held no longer does."""
+    from harness import views
+
+    sys.exit(views.check(folder))
+
+
+@cli.command()
+@click.argument("a", type=_PATH)
+@click.argument("b", type=_PATH)
+def diff(a: Path, b: Path) -> None:
+    """Compare two reports row by row. Exit code 1: something moved beyond noise, or a verdict changed."""
+    from harness import views
+
+    sys.exit(views.diff(a, b))
+
+
+@cli.command()
+@click.argument("folder", type=_PATH, required=False)
+@click.option("--rebuild", is_flag=True, help="Make it anew from its kept logs.")
+@click.option("--verify", is_flag=True, help="Exit code 1 when it is not what its kept logs give.")
+@click.option("--stages", type=_PATH, help="Keep the logs of these stages first (build/reproduce/full).")
+def report(folder: Path | None, rebuild: bool, verify: bool, stages: Path | None) -> None:
+    """Show a report (default: the newest), make it anew from the logs kept beside it, or hold it against them."""
+    from harness import views
+
+    if rebuild and verify:
+        raise UsageError("--rebuild and --verify exclude each other: the first replaces what the second compares")
+    sys.exit(views.show_report(folder, rebuild=rebuild, verify=verify, stages=stages))
 
 
 @cli.command()

@@ -7,7 +7,7 @@ weights, tokenizers, checkpoints, and what processes printed. So an experiment m
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 
 from harness import derived
@@ -18,9 +18,10 @@ _NOT_KEPT = frozenset({"trajectories", "policies", "policy", "checkpoints", "dem
 
 
 def keep(stages: Iterable[Path], target: Path) -> None:
-    """Put what a report needs of ``stages`` (finished stage folders) into ``target``, in place of what was there."""
-    shutil.rmtree(target, ignore_errors=True)
+    """Put what a report needs of ``stages`` (finished stage folders) into ``target``, in place of what was there of
+    them; what was kept of others stays."""
     for stage in stages:
+        shutil.rmtree(target / stage.name, ignore_errors=True)
         for file in kept_files(stage):
             place = target / stage.name / file.relative_to(stage)
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -29,6 +30,13 @@ def keep(stages: Iterable[Path], target: Path) -> None:
                 place.write_text(file.read_text(encoding="utf-8").replace(f"{ROOT}/", ""), encoding="utf-8")
             else:
                 shutil.copyfile(file, place)
+
+
+def forget(target: Path, *, keep: Container[str]) -> None:
+    """Remove the kept logs of all stages but those named."""
+    for done in list(target.glob("*/done.json")):
+        if done.parent.name not in keep:
+            shutil.rmtree(done.parent)
 
 
 def kept_files(stage: Path) -> Iterator[Path]:

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from harness import document, sections
 from harness.provenance import ROOT
 
 START, END = "<!-- claims -->", "<!-- /claims -->"
 
 
 def claim_table(reports: Path = ROOT / "reports") -> str:
-    """The short table of the newest report: claims that were measured here first, the others in one line."""
+    """The short table of the newest report: claims with a figure, measured or predicted; the others in one line."""
     version = (reports / "latest").read_text().strip()
-    document = json.loads((reports / version / "report.json").read_text())
-    measured = [c for c in document["claims"] if c["here"]]
-    open_ = [f"`{c['id']}`" for c in document["claims"] if not c["here"]]
-    lines = ["| claim | here | reported | verdict |", "| --- | --- | --- | --- |"]
+    rows = document.read(reports / version)["claims"]
+    told = [row for row in rows if row["here"] or row["twin"]]
+    lines = ["| claim | here | twin | reported | verdict |", "| --- | --- | --- | --- | --- |"]
     lines += [
-        f"| {c['detail']['statement']} | {_cell(c)} | {c['reported']['text']} | {c['status']} |" for c in measured
+        f"| {row['detail']['statement']} | {_here(row)} | {_twin(row)} | {row['reported']['text']} | {row['status']} |"
+        for row in told
     ]
-    if open_:
-        lines.append(f"\nNot built yet: {', '.join(open_)}.")
+    others = [row for row in rows if row not in told]
+    for status in dict.fromkeys(row["status"] for row in others):
+        names = ", ".join(f"`{row['id']}`" for row in others if row["status"] == status)
+        lines.append(f"\n{status.capitalize()}: {names}.")
     return "\n".join(lines)
 
 
@@ -39,11 +42,12 @@ def update(readme: Path = ROOT / "README.md") -> None:
     readme.write_text(with_table(readme.read_text(), claim_table()))
 
 
-def _cell(claim: dict[str, Any]) -> str:
-    here = claim["here"]
-    unit, _, note = here["unit"].partition(" ")
-    interval = f"{here['value']:.3g} {unit} [{here['low']:.3g}, {here['high']:.3g}]"
-    return f"{interval} {note}, n={here['n']}".replace(" ,", ",")
+def _here(row: Mapping[str, Any]) -> str:
+    return sections.here(row) if row["here"] else row["status"]
+
+
+def _twin(row: Mapping[str, Any]) -> str:
+    return sections.twin(row) if row["twin"] else sections.NOTHING
 
 
 if __name__ == "__main__":

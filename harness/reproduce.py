@@ -1,51 +1,158 @@
-"""`harness reproduce`: run each claim's experiment, judge it, write the report."""
+"""`harness reproduce`: run each claim's experiment, keep what the figures need of its logs, make the report of that.
+
+The report is always made from the kept logs, never from what an experiment said while it ran: so making it again from
+the same logs gives the same bytes.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import traceback
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from farm import __version__
+from farm.durable import write_json
 from farm.errors import UsageError
-from harness import claims, experiments, report
+from harness import back_ends, claims, document, evidence, experiments, report, sections
 from harness.claims import Claim
-from harness.lab import Lab
-from harness.profiles import profile
+from harness.document import Row
+from harness.lab import Lab, StageError
+from harness.profiles import Profile, profile
 from harness.provenance import ROOT, provenance
+from harness.stage_facts import stage_facts
+from harness.twin_cells import STAGE as TWIN
+from harness.twin_cells import twin_cells
 
 BUILD = ROOT / "build" / "reproduce"
+REPORTS = ROOT / "reports"
+LOGS, ORIGIN = "logs", "origin.json"
+_PROBLEM_LENGTH = 300
 
 
 def reproduce(claim_ids: tuple[str, ...], *, profile_name: str, out: Path | None) -> int:
     """Exit code: 0 when every experiment ran, 1 when one broke (its row says why)."""
     chosen, settings = claims.select(claim_ids), profile(profile_name)
+    back_ends.require(settings, {role for claim in chosen if claim.experiment for role in claim.back_ends}, os.environ)
     # Only a full run may replace the committed report.
-    folder = out or (ROOT / "reports" / __version__ if profile_name == "full" else BUILD / profile_name / "report")
+    folder = out or (REPORTS / __version__ if profile_name == "full" else BUILD / profile_name / "report")
     console = Console()
     lab = Lab(folder=BUILD / profile_name, profile=settings, console=console, plan=_plan(chosen))
-    rows = [_run(claim, lab) for claim in chosen]
-    report.write(folder, rows, provenance(profile_name) | {"stages": lab.commits()})
-    console.print(report.table(rows), markup=False, soft_wrap=True)
-    console.print(f"report: {folder / 'report.md'}")
-    return int(any(row.problem for row in rows))
+    problems = _run(chosen, lab)
+    _keep(lab, folder, problems, {claim.id for claim in chosen})
+    made = rebuild(folder)
+    report.write(folder, made)
+    show(made, console)
+    console.print(f"report: {folder / 'report.html'}")
+    return int(bool(problems))
 
 
-def _plan(chosen: list[Claim]) -> list[str]:
-    stages = [stage for claim in chosen for stage in experiments.STAGES.get(claim.experiment or "", ())]
-    return list(dict.fromkeys(stages))
+def keep_all(stages: Path, folder: Path) -> None:
+    """Keep the logs of every finished stage below ``stages`` beside the report in ``folder``. Where the report has no
+    origin yet, it is this checkout on this machine.
+
+    Raises UsageError when there is no finished stage."""
+    finished = sorted(done.parent for done in stages.glob("*/done.json"))
+    if not finished:
+        raise UsageError(f"{stages}: holds no finished stage; give a folder that `harness reproduce` ran in")
+    evidence.keep(finished, folder / LOGS)
+    evidence.forget(folder / LOGS, keep={stage.name for stage in finished})
+    if not (folder / LOGS / ORIGIN).exists():
+        write_json(folder / LOGS / ORIGIN, _origin(profile(stages.name)))
 
 
-def _run(claim: Claim, lab: Lab) -> report.Row:
-    experiment = experiments.load(claim)
-    if experiment is None:
-        return report.Row(claim=claim, measurement=None)
+def rebuild(folder: Path) -> dict[str, Any]:
+    """The document that the logs kept in ``folder`` give. Raises UsageError when there are none."""
+    logs = folder / LOGS
     try:
-        return report.Row(claim=claim, measurement=experiment(lab))
+        origin = json.loads((logs / ORIGIN).read_text())
+    except FileNotFoundError:
+        raise UsageError(f"{logs}: holds no kept logs; `harness reproduce` keeps them beside its report") from None
+    name = origin["provenance"]["profile"]
+    lab = Lab(folder=logs, profile=profile(name), console=Console(quiet=True), archive=True)
+    cells = twin_cells(lab)
+    rows = [_row(claim, lab, origin["problems"].get(claim.id, ""), cells.get(claim.id)) for claim in claims.load()]
+    stages = {done.parent.name: stage_facts(done.parent) for done in sorted(logs.glob("*/done.json"))}
+    return document.build(rows, version=origin["version"], provenance=origin["provenance"], stages=stages)
+
+
+def show(made: Mapping[str, Any], console: Console) -> None:
+    """The claim table, on a terminal."""
+    from rich.table import Table
+
+    words = sections.claims(made)
+    table = Table(*words.head, box=None)
+    for row in words.rows:
+        table.add_row(*row)
+    console.print(table, markup=False)
+
+
+# ------------------------------------------------------------------------------------------------ inside
+
+
+def _plan(chosen: Sequence[Claim]) -> list[str]:
+    stages = [stage for claim in chosen for stage in experiments.STAGES.get(claim.experiment or "", ())]
+    return [*dict.fromkeys(stages), TWIN]
+
+
+def _run(chosen: Sequence[Claim], lab: Lab) -> dict[str, str]:
+    """Run what the claims need; claim id -> what broke. One broken experiment must not cost the others."""
+    problems = {}
+    for claim in chosen:
+        experiment = experiments.load(claim)
+        if experiment is not None and (problem := _attempt(partial(experiment, lab), claim.id, lab)):
+            problems[claim.id] = problem
+    if problem := _attempt(partial(twin_cells, lab), TWIN, lab):
+        problems[TWIN] = problem
+    return problems
+
+
+def _attempt(run: Callable[[], object], name: str, lab: Lab) -> str:
+    try:
+        run()
     except (UsageError, KeyboardInterrupt):
         raise
-    except Exception as error:  # one broken experiment must not cost the others; its row and the exit code tell
-        lab.console.print(f"[red]{claim.id} broke[/]")
+    except Exception as error:
+        lab.console.print(f"[red]{name} broke[/]")
         lab.console.print(traceback.format_exc(), markup=False)
-        return report.Row(claim=claim, measurement=None, problem=f"broke: {type(error).__name__}: {error}"[:300])
+        return f"broke: {type(error).__name__}: {error}"[:_PROBLEM_LENGTH]
+    return ""
+
+
+def _keep(lab: Lab, folder: Path, problems: Mapping[str, str], chosen: set[str]) -> None:
+    """The logs of the stages that were used; those of other claims stay as they were kept before."""
+    used = [lab.folder / name for name in lab.used if (lab.folder / name / "done.json").exists()]
+    evidence.keep(used, folder / LOGS)
+    place = folder / LOGS / ORIGIN
+    before = json.loads(place.read_text())["problems"] if place.exists() else {}
+    others = {claim: problem for claim, problem in before.items() if claim not in chosen | {TWIN}}
+    place.parent.mkdir(parents=True, exist_ok=True)
+    write_json(place, _origin(lab.profile) | {"problems": {**others, **problems}})
+
+
+def _origin(settings: Profile) -> dict[str, Any]:
+    return {
+        "version": __version__,
+        "provenance": provenance(settings.name) | {"back_ends": dict(settings.back_ends)},
+        "problems": {},
+    }
+
+
+def _row(claim: Claim, lab: Lab, problem: str, twin: Mapping[str, Any] | None) -> Row:
+    experiment = experiments.load(claim)
+    if experiment is None:
+        return Row(claim=claim, measurement=None, twin=twin)
+    lab.used.clear()
+    try:
+        measurement = experiment(lab)
+    except StageError as error:
+        return Row(claim=claim, measurement=None, problem=problem or f"not run: {error}", twin=twin)
+    except Exception as error:
+        why = problem or f"broke: {type(error).__name__}: {error}"[:_PROBLEM_LENGTH]
+        return Row(claim=claim, measurement=None, problem=why, twin=twin, stages=tuple(lab.used))
+    return Row(claim=claim, measurement=measurement, twin=twin, stages=tuple(lab.used))

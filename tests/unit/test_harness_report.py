@@ -3,42 +3,88 @@
 from __future__ import annotations
 
 import json
+import re
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from farm.errors import UsageError
-from harness import claims, experiments, report
+from harness import claims, compare, document, experiments, figures, report, rules, sections
 from harness.claims import Claim, Measurement
-from harness.profiles import profile
+from harness.document import Row
+from harness.profiles import EMBEDDED, profile
 from harness.provenance import provenance
 from harness.stats import Estimate
 
 CURVE = [{"step": s, "pass_rate": s / 10} for s in range(1, 6)]
+ORIGIN = provenance("quick") | {"back_ends": dict(EMBEDDED)}
+TOTALS = {"cpu_s": 60.0, "sandbox_s": 90.0, "prompt_tokens": 4000, "output_tokens": 800, "usd": None}
+STAGES = {
+    "eval-rl": {
+        "commit": "c" * 40,
+        "key": {"code": "a" * 16, "settings": "b" * 16, "data": "d" * 16},
+        "wall_s": 12.5,
+        "runs": {
+            "run": {
+                "config": "f" * 16,
+                "seed": 0,
+                "tasks": "micro:benchmark",
+                "shards": ["e" * 64],
+                "policies": 1,
+                "trajectories": 400,
+                "activity_s": {"generate": 1.25, "exec": 0.25},
+                "cost": {
+                    "trajectories": 400,
+                    "graded": 400,
+                    "failed": 0,
+                    "solved": 124,
+                    "sandbox": "bubblewrap",
+                    "total": TOTALS,
+                    "per_trajectory": {k: v and v / 400 for k, v in TOTALS.items()},
+                    "per_solved": {k: v and v / 124 for k, v in TOTALS.items()},
+                },
+            }
+        },
+    }
+}
+TWIN = {"value": 3.1, "low": 2.5, "high": 3.6, "unit": "x", "text": "800 s to 260 s (3.1x)", "kind": "prediction",
+        "agrees": True, "rule": "within a third", "detail": {"capped_step_s": 260.0}}  # fmt: skip
 
 
-def rows() -> list[report.Row]:
-    measured = Measurement(
-        estimate=Estimate(value=31.0, low=25.0, high=37.5, n=400),
+def measured(value: float = 31.0, *, points: float = 18.0, p: float = 0.001, holds: bool | None = True) -> Measurement:
+    return Measurement(
+        estimate=Estimate(value=value, low=value - 6, high=value + 6.5, n=400),
         unit="%",
-        holds=True,
-        detail={"passed": 124},
-        sources=("abc",),
+        holds=holds,
+        detail={"passed": 124, "gain_over_sft": {"points": points, "low": points - 5}, "p": p, "odd": float("nan")},
+        sources=("abc", "def"),
         figures={"learning_curve": CURVE},
     )
+
+
+def made(value: float = 31.0, **settings: float) -> dict[str, object]:
     known = {claim.id: claim for claim in claims.load()}
-    return [
-        report.Row(claim=known["pass1-rl"], measurement=measured),
-        report.Row(claim=known["kv-thrash"], measurement=None),
-        report.Row(claim=known["disjoint"], measurement=None, problem="broke: ValueError: no"),
+    rows = [
+        Row(claim=known["pass1-rl"], measurement=measured(value, **settings), stages=("eval-rl",)),
+        Row(claim=Claim(id="later", statement="not <yet>", reported={"text": "10 | 99"}), measurement=None, twin=TWIN),
+        Row(claim=known["disjoint"], measurement=None, problem="broke: ValueError: no"),
     ]
+    return document.build(rows, version="1.0", provenance=ORIGIN, stages=STAGES)
+
+
+# ------------------------------------------------------------------------------------------------ claims
 
 
 def test_every_reported_figure_is_a_claim_and_every_experiment_exists() -> None:
     found = claims.load()
-    assert len(found) == len({c.id for c in found}) == 15
+    assert len(found) == len({c.id for c in found})
+    assert {"pass1-base", "steptime-cap", "throughput", "kv-thrash", "restart", "separation"} <= {c.id for c in found}
     for claim in found:
         assert "text" in claim.reported
+        assert claim.metric
+        assert claim.source
+        assert set(claim.back_ends) <= set(EMBEDDED)
         if claim.experiment:
             assert callable(experiments.load(claim))
             assert claim.rule
@@ -46,35 +92,216 @@ def test_every_reported_figure_is_a_claim_and_every_experiment_exists() -> None:
     assert experiments.load(Claim(id="x", statement="", reported={})) is None
 
 
-def test_report_has_the_promised_shape(tmp_path: Path) -> None:
-    report.write(tmp_path / "1.0", rows(), provenance("quick"))
-    document = json.loads((tmp_path / "1.0" / "report.json").read_text())
-    first, second, third = document["claims"]
+def test_unknown_names_are_usage_errors(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"pass9.*known: pass1-base"):
+        claims.select(("pass9",))
+    with pytest.raises(UsageError, match=r"known: quick, full, cluster"):
+        profile("huge")
+    text = claims.CLAIMS.read_text().replace('source = "reference"', 'source = "hearsay"', 1)
+    (tmp_path / "claims.toml").write_text(text)
+    with pytest.raises(UsageError, match=r"pass1-base.*'hearsay'"):
+        claims.load(tmp_path / "claims.toml")
+
+
+@pytest.mark.parametrize(
+    ("condition", "answer"),
+    [
+        ("here.low > 0", True),
+        ("here.low > 1.5", False),
+        ("measured.logged == measured.injected", True),
+        ("measured.share_at_2.5x >= 0.1", False),
+        ("measured.gain.low > 0", None),
+        ("measured.nothing == 0", None),
+        ("here.n >= 10", True),
+    ],
+)
+def test_conditions_are_judged_on_published_figures(condition: str, answer: bool | None) -> None:
+    shown = {
+        "here": {"low": 1, "n": 10},
+        "measured": {"logged": 3, "injected": 3, "share_at_2.5x": 0.05, "gain": {"low": None}},
+    }
+    parsed = rules.parse(condition)
+    assert parsed.holds(shown) is answer
+    assert str(parsed) == condition
+    assert rules.judge([parsed, rules.parse("1 < 2")], shown) is answer
+    assert rules.untold([parsed], shown) == ([condition] if answer is None else [])
+
+
+def test_an_unreadable_condition_is_a_usage_error() -> None:
+    with pytest.raises(UsageError, match="is not readable"):
+        rules.parse("here.low is large")
+
+
+# ---------------------------------------------------------------------------------------------- document
+
+
+def test_document_has_the_promised_shape() -> None:
+    whole = made()
+    first, second, third = whole["claims"]  # type: ignore[misc]
     assert first["status"] == "holds"
     assert first["here"] == {"value": 31.0, "low": 25.0, "high": 37.5, "n": 400, "unit": "%"}
     assert first["twin"] is None
     assert first["reported"]["text"].startswith("27.5 %")
-    assert (second["status"], second["here"]) == ("not built yet", None)
+    assert "reference report" in first["reported"]["source"]
+    assert first["detail"]["measured"]["odd"] is None
+    assert first["detail"]["sources"] == {"shards": 2, "sha256": document.combined(["abc", "def"])}
+    assert (second["status"], second["here"], second["twin"]["value"]) == ("not built yet", None, 3.1)
     assert third["status"] == "not run"
     assert "broke" in third["detail"]["problem"]
-    assert document["provenance"]["profile"] == "quick"
-    assert (tmp_path / "latest").read_text() == "1.0\n"
-    text = (tmp_path / "1.0" / "report.md").read_text()
-    assert "31 % [25, 37.5], n=400" in text
-    assert "figures/learning_curve.svg" in text
-    assert (tmp_path / "1.0" / "figures" / "learning_curve.svg").read_text().startswith("<?xml")
+    assert json.loads(document.text(whole)) == whole
 
 
-def test_same_content_same_bytes(tmp_path: Path) -> None:
-    origin = provenance("quick")
+def test_the_verdict_follows_from_the_rule_not_from_the_experiment() -> None:
+    def status(**settings: float) -> str:
+        return str(made(**settings)["claims"][0]["status"])  # type: ignore[index]
+
+    assert status(points=14.7) == "holds"
+    assert status(points=14.6) == "differs"
+    assert status(p=0.02) == "differs"
+    assert status(p=float("nan")) == "not run"
+    undecided = Row(claim=claims.select(("pass1-rl",))[0], measurement=measured(holds=None))
+    built = document.build([undecided], version="1", provenance=ORIGIN, stages={})
+    assert built["claims"][0]["status"] == "not run"
+
+
+# -------------------------------------------------------------------------------------------------- files
+
+
+def test_same_content_same_bytes_and_no_leftovers(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        report.write(tmp_path / name / "1.0", rows(), origin)
-    for file in ("report.json", "report.md", "figures/learning_curve.svg"):
-        assert (tmp_path / "a/1.0" / file).read_bytes() == (tmp_path / "b/1.0" / file).read_bytes()
+        report.write(tmp_path / name / "1.0", made())
+    files = sorted(p.relative_to(tmp_path / "a") for p in (tmp_path / "a").rglob("*") if p.is_file())
+    assert [str(f) for f in files] == [
+        "1.0/figures/activity.svg", "1.0/figures/learning_curve.svg", "1.0/report.html", "1.0/report.json",
+        "1.0/report.md", "latest",
+    ]  # fmt: skip
+    for file in files:
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+    folder = tmp_path / "a" / "1.0"
+    assert report.differing(folder, made()) == []
+    (folder / "figures" / "old.svg").write_text("")
+    (folder / "report.md").write_text("by hand")
+    assert report.differing(folder, made()) == ["figures/old.svg", "report.md"]
+    report.write(folder, made())
+    assert report.differing(folder, made()) == []
 
 
-def test_unknown_names_are_usage_errors() -> None:
-    with pytest.raises(UsageError, match=r"pass9.*known: pass1-base"):
-        claims.select(("pass9",))
-    with pytest.raises(UsageError, match=r"known: quick, full"):
-        profile("huge")
+def test_markdown_keeps_the_columns_apart() -> None:
+    text = report.markdown(made())
+    assert "| 31 % [25, 37.5], n=400 | – | 27.5 % (110/400), RL adds 14.7 points | holds |" in text
+    assert "| not built yet | 800 s to 260 s (3.1x) [2.5, 3.6], agrees | 10 \\| 99 | not built yet |" in text
+    assert "| eval-rl | 400 | 124 | 0.15 / 0.484 | 10 / 32.3 | 2 / 6.45 | bubblewrap is not priced |" in text
+    assert "figures/learning_curve.svg" in text
+
+
+class _Page(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in ("meta", "img"):
+            self.open.append(tag)
+        named = dict(attrs)
+        self.ids += [named["id"] or ""] if "id" in named else []
+        self.links += [named[key] or "" for key in ("href", "src") if key in named]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_html_is_whole_self_contained_and_escaped() -> None:
+    text = report.files(made())["report.html"].decode()
+    page = _Page()
+    page.feed(text)
+    assert page.open == []
+    assert {"pass1-rl", "later", "disjoint"} == set(page.ids)
+    assert all(link.startswith("data:") or link.removeprefix("#") in page.ids for link in page.links)
+    assert "http" not in re.sub(r'"data:[^"]*"', "", text)
+    assert "not &lt;yet&gt;" in text
+    assert '<meta name="viewport"' in text
+    assert "@media print" in text
+
+
+def test_another_schema_and_no_report_are_usage_errors(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no such report"):
+        document.read(tmp_path)
+    (tmp_path / "report.json").write_text('{"schema": 1, "claims": []}')
+    with pytest.raises(UsageError, match="schema 1, this program reads 2"):
+        document.read(tmp_path)
+    (tmp_path / "report.json").write_text("[")
+    with pytest.raises(UsageError, match="not a readable report"):
+        document.read(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------ figures
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"kind": "lines", "series": {"a": [[0, 1], [1, 3]], "b": [[0, 2]]}, "x": "t", "y": "v"},
+        {"kind": "distribution", "series": {"a": [3.0, 1.0, 2.0]}, "marks": {"reported": 2.5}},
+        {"kind": "boxes", "series": {"a": [1.0, 2.0, 5.0], "b": [2.0]}},
+        {"kind": "bars", "series": {"a": {"generate": 1.0, "exec": 2.0}, "b": {"other": 1.0}}},
+        {"kind": "timeline", "rows": [[["exec", 0.0, 1.0]], [["trainer trains", 0.5, 2.0]]]},
+    ],
+    ids=lambda data: data["kind"],
+)
+def test_every_kind_of_figure_is_drawn_alike_twice(data: dict[str, object]) -> None:
+    image = figures.svg("name", data)
+    assert image == figures.svg("name", data)
+    assert image.startswith(b"<?xml")
+
+
+def test_named_figures_of_the_experiments_are_drawn() -> None:
+    assert b"mean of 5" in figures.svg("learning_curve", CURVE)
+    assert b"synchronous (n=2)" in figures.svg("step_time", {"sync": [2.0, 3.0], "async": [1.0, 1.5]})
+    assert b"reported" in figures.svg("length_spread", {"tokens": [1.0, 2.0]})
+    assert b"alone" in figures.svg("sandbox_start", {"alone": [10.0], "16 at once": [60.0]})
+    assert b"step 7" in figures.svg("step_timeline", {"step": 7, "rows": [[["generate", 0, 1]]]})
+    with pytest.raises(KeyError):
+        figures.svg("unheard_of", [])
+
+
+# ------------------------------------------------------------------------------------------ check and diff
+
+
+def test_check_finds_a_row_that_no_longer_holds() -> None:
+    chosen = claims.select(("pass1-rl", "disjoint"))
+    assert [row.lost for row in compare.check(made(), chosen)] == [False, False]
+    tampered = made(points=3.0)
+    tampered["claims"][0]["status"] = "holds"  # type: ignore[index]
+    (first, _) = compare.check(tampered, chosen)
+    assert (first.recorded, first.now, first.lost) == ("holds", "differs", True)
+    (against_newest, _) = compare.check(made(points=3.0), chosen, made())
+    assert (against_newest.before, against_newest.lost) == ("holds", True)
+    missing = compare.check(made(), claims.select(("separation",)))
+    assert (missing[0].now, missing[0].lost) == ("missing", False)
+
+
+def test_diff_knows_noise_from_change() -> None:
+    word = {change.claim: change for change in compare.diff(made(), made())}
+    assert word["pass1-rl"].word == "equal"
+    assert not any(change.beyond_noise for change in word.values())
+    near = compare.diff(made(), made(34.0))[0]
+    assert (near.word, near.beyond_noise) == ("same within noise", False)
+    far = compare.diff(made(), made(60.0))[0]
+    assert far.word == "higher"
+    assert far.p is not None
+    assert far.p < 0.01
+    assert far.beyond_noise
+    assert compare.diff(made(60.0), made())[0].word == "lower"
+    turned = compare.diff(made(), made(points=1.0))[0]
+    assert (turned.word, turned.status_a, turned.status_b, turned.beyond_noise) == ("equal", "holds", "differs", True)
+    lone = {change.claim: change.word for change in compare.diff(made(), {**made(), "claims": []})}
+    assert lone["pass1-rl"] == "only in A"
+    assert compare.differing_origins(made(), {**made(), "provenance": ORIGIN | {"profile": "full"}}) == ["profile"]
+
+
+def test_small_tables_of_numbers_stand_on_one_line() -> None:
+    rows = dict(sections.measured(made()["claims"][0]).rows)  # type: ignore[index, union-attr]
+    assert rows["gain over sft"] == "points 18, low 13"
+    assert rows["odd"] == sections.NOTHING

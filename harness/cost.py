@@ -1,0 +1,60 @@
+"""What a run cost, per trajectory and per solved task, from the usage columns of its log."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from farm.types import Failed, Graded, Trajectory
+
+PRICES = Path(__file__).parent / "prices.toml"
+
+
+def prices(path: Path = PRICES) -> dict[str, dict[str, dict[str, Any]]]:
+    """Role ("sandbox") -> back end -> price and source."""
+    with path.open("rb") as file:
+        return tomllib.load(file)
+
+
+def cost(trajectories: Sequence[Trajectory], sandbox: str, priced: Mapping[str, Any]) -> dict[str, Any]:
+    """Totals, and the same per trajectory and per solved task (attempts that passed; None when none did).
+
+    ``cpu_s`` is what sandboxes and workers used; engines and the trainer serve all trajectories at once and are not in
+    it. ``prompt_tokens`` leaves out those that came from an engine's prefix cache. Attempts that an infrastructure
+    failure ended are paid for like the others. ``usd`` is None where ``sandbox`` has no price."""
+    graded = [t for t in trajectories if isinstance(t.outcome, Graded)]
+    solved = sum(t.outcome.evidence.resolved for t in graded if isinstance(t.outcome, Graded))
+    price = priced.get("sandbox", {}).get(sandbox)
+    seconds = sum(t.ended_at_s - t.started_at_s for t in trajectories)
+    totals: dict[str, float | None] = {
+        "cpu_s": sum(t.usage.sandbox_cpu_s + t.usage.worker_cpu_s for t in trajectories),
+        "sandbox_s": seconds,
+        "prompt_tokens": sum(t.usage.prompt_tokens - t.usage.cached_tokens for t in trajectories),
+        "output_tokens": sum(t.usage.output_tokens for t in trajectories),
+        "usd": None if price is None else seconds * price["usd_per_s"],
+    }
+    return {
+        "trajectories": len(trajectories),
+        "graded": len(graded),
+        "failed": sum(isinstance(t.outcome, Failed) for t in trajectories),
+        "solved": solved,
+        "sandbox": sandbox,
+        "total": totals,
+        "per_trajectory": _over(totals, len(trajectories)),
+        "per_solved": _over(totals, solved),
+    }
+
+
+def activity_s(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Mean seconds of a trajectory by what it was doing."""
+    sums: dict[str, float] = {}
+    for trajectory in trajectories:
+        for event in trajectory.timeline:
+            sums[event.name] = sums.get(event.name, 0.0) + event.end_at_s - event.start_at_s
+    return {name: total / len(trajectories) for name, total in sums.items()}
+
+
+def _over(totals: Mapping[str, float | None], count: int) -> dict[str, float | None]:
+    return {name: None if total is None or not count else total / count for name, total in totals.items()}
