@@ -4,6 +4,7 @@
       log.json            format and schema version
       step-000012/        a Hugging Face model folder, put in place whole by one rename (Rule 2)
         policy.json       step, digest, time of publication, groups consumed
+      pruned/             the policy.json of versions whose folder was removed, as step-000003.json
       publisher.lock      held while the one trainer publishes
 
 The digest is a SHA-256 over the weights, the ``*.safetensors`` files (all files when there are none): for each one, by
@@ -11,7 +12,7 @@ sorted relative path, the line ``<sha256 of the file>  <path>\\n``. So ``sha256s
 
 Publishing is idempotent: a trainer that crashed after it published repeats the step when it resumes, comes to the same
 bytes, and gets the version that is there. Other bytes under a published step are refused, for engines may have loaded
-the first ones.
+the first ones. Both hold for pruned versions too.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ SCHEMA_VERSION = 1
 _RECORD = "policy.json"
 _POLL_S = 0.05
 _FOLDER = re.compile(r"step-(\d{6,})")
+_PRUNED = "pruned"
+_PRUNED_RECORD = re.compile(r"step-(\d{6,})\.json")
 
 
 class PolicyLog:
@@ -76,7 +79,7 @@ class PolicyLog:
         if not files:
             raise FarmError(f"{self.path}: nothing was written for {version_name(step)}", kind="empty_policy")
         digest = weights_digest(temporary)
-        existing = self.get(step)
+        existing = self.get(step) or self._pruned(step)
         if existing is not None:
             if existing.digest != digest or existing.consumed_groups != consumed_groups:
                 raise UsageError(
@@ -119,12 +122,22 @@ class PolicyLog:
             return None
         if step not in self._known:
             try:
-                self._known[step] = self._read(step)
+                self._known[step] = self._read(self._folder(step) / _RECORD, step)
             except UsageError:
                 if not self._folder(step).is_dir():  # pruned while it was read
                     return None
                 raise
         return self._known[step]
+
+    def history(self) -> Sequence[PolicyVersion]:
+        """All versions that were ever published, by step. The folders of those that were pruned are gone."""
+        found = {
+            version.step: version for version in self.versions()
+        }  # first: what leaves this is in ``pruned`` by then
+        for step in _steps_in(self.path / _PRUNED, _PRUNED_RECORD):
+            if step not in found and (version := self._pruned(step)) is not None:
+                found[step] = version
+        return [found[step] for step in sorted(found)]
 
     async def wait(self, after_step: int, timeout_s: float) -> PolicyVersion | None:
         """The newest version as soon as its step is above ``after_step``; None after ``timeout_s`` seconds without."""
@@ -142,19 +155,25 @@ class PolicyLog:
         """Whether the weights on disk are those that were published (reads them all)."""
         return weights_digest(Path(version.path)) == version.digest
 
-    def prune(self, *, keep: int, keep_every: int | None = None) -> list[int]:
-        """Remove old versions from the disk; returns their steps.
+    def prune(self, *, keep: int) -> list[int]:
+        """Remove the folders of old versions; returns their steps. :meth:`history` goes on to know them.
 
-        The newest ``keep`` (1 at least) stay, for engines may be loading them, and so does every step that is a
-        multiple of ``keep_every``."""
-        if keep < 1 or (keep_every is not None and keep_every < 1):
-            raise UsageError(f"{self.path}: prune keep={keep}, keep_every={keep_every}; both must be at least 1")
-        old = [step for step in self._steps()[:-keep] if keep_every is None or step % keep_every]
-        for step in old:
-            gone = self.path / f".{temporary_name(version_name(step))}"
-            self._disk.rename(self._folder(step), gone)  # at once, so that nobody sees half of it
-            self._known.pop(step, None)
-            self._disk.remove_tree(gone)
+        The newest ``keep`` (1 at least) stay, for engines may be loading them, and the first one, for a trainer that
+        resumes starts from it. Raises :class:`FarmError` (``disk_full``, ``storage``)."""
+        if keep < 1:
+            raise UsageError(f"{self.path}: prune keep={keep}; it must be at least 1")
+        old = self._steps()[1:-keep]
+        with storage_errors(f"{self.path}: cannot prune"):
+            if old and not (self.path / _PRUNED).exists():
+                (self.path / _PRUNED).mkdir()
+                self._disk.sync_folder(self.path)
+            for step in old:
+                record = json.loads((self._folder(step) / _RECORD).read_text())
+                write_json(self._pruned_record(step), record, disk=self._disk)
+                gone = self.path / f".{temporary_name(version_name(step))}"
+                self._disk.rename(self._folder(step), gone)  # at once, so that nobody sees half of it
+                self._known.pop(step, None)
+                self._disk.remove_tree(gone)
         return old
 
     # ------------------------------------------------------------------------------------------ inside
@@ -163,11 +182,16 @@ class PolicyLog:
         return self.path / version_name(step)
 
     def _steps(self) -> list[int]:
-        matches = (_FOLDER.fullmatch(name) for name in os.listdir(self.path))  # noqa: PTH208
-        return sorted(int(match[1]) for match in matches if match)
+        return _steps_in(self.path, _FOLDER)
 
-    def _read(self, step: int) -> PolicyVersion:
-        place = self._folder(step) / _RECORD
+    def _pruned(self, step: int) -> PolicyVersion | None:
+        place = self._pruned_record(step)
+        return self._read(place, step) if place.exists() else None
+
+    def _pruned_record(self, step: int) -> Path:
+        return self.path / _PRUNED / f"{version_name(step)}.json"
+
+    def _read(self, place: Path, step: int) -> PolicyVersion:
         try:
             record: dict[str, Any] = json.loads(place.read_text())
             if record["schema_version"] != SCHEMA_VERSION:
@@ -177,7 +201,7 @@ class PolicyLog:
                 )
             version = PolicyVersion(
                 step=int(record["step"]),
-                path=str(place.parent),
+                path=str(self._folder(step)),
                 digest=str(record["digest"]),
                 published_at_s=float(record["published_at_s"]),
                 consumed_groups=int(record["consumed_groups"]),
@@ -187,7 +211,7 @@ class PolicyLog:
                 f"{place}: unreadable ({error}); it was not published by this program, remove it"
             ) from error
         if version.step != step:
-            raise UsageError(f"{place}: says step {version.step}, its folder says {step}; it was renamed, remove it")
+            raise UsageError(f"{place}: says step {version.step}, its name says {step}; it was renamed, remove it")
         return version
 
     def _remove_strays(self) -> None:
@@ -195,6 +219,14 @@ class PolicyLog:
         for name in os.listdir(self.path):  # noqa: PTH208
             if name.startswith(".step-") and name.endswith(".tmp"):
                 self._disk.remove_tree(self.path / name)
+
+
+def _steps_in(folder: Path, names: re.Pattern[str]) -> list[int]:
+    try:
+        matches = [names.fullmatch(name) for name in os.listdir(folder)]  # noqa: PTH208
+    except FileNotFoundError:
+        return []
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def weights_digest(folder: Path) -> str:

@@ -165,7 +165,7 @@ def _ensure(run: Path) -> Path:
         rows.parent.mkdir(exist_ok=True)
         write(rows, (t for _, t in log.read(Cursor())), shards=digests, whole=middle_step(run))
         has_policies = (run / "policies" / "log.json").exists()
-        published = PolicyLog(run / "policies", create=False).versions() if has_policies else ()
+        published = PolicyLog(run / "policies", create=False).history() if has_policies else ()
         write_json(rows.with_name(POLICIES), {"versions": [asdict(v) | {"path": _below(run, v)} for v in published]})
     return rows
 

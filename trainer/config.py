@@ -22,7 +22,8 @@ class TrainerConfig(BaseModel):
     """Adam at a constant rate after a linear warm-up, no weight decay, no KL term.
 
     ``micro_batch_tokens`` bounds rows x length of one forward. ``checkpoint_every`` counts steps; ``save_timeout_s``
-    bounds each checkpoint and each publication."""
+    bounds each checkpoint and each publication. ``keep_policies``: how many of the newest published policies keep their
+    weights, beside the first; an engine must have loaded a policy before this many newer ones are out."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -34,6 +35,7 @@ class TrainerConfig(BaseModel):
     micro_batch_tokens: int = Field(default=2048, ge=1)
     checkpoint_every: int = Field(default=1, ge=1)
     keep_checkpoints: int = Field(default=2, ge=1)
+    keep_policies: int = Field(default=4, ge=1)
     save_timeout_s: float = Field(default=60.0, gt=0)
     seed: int = Field(default=0, ge=0)
 

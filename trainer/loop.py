@@ -37,7 +37,7 @@ from trainer.start import first_policy
 from trainer.steps import Steps
 from trainer.tail import follow
 
-_FREE_TO_CHANGE = {"checkpoint_every", "keep_checkpoints", "save_timeout_s"}
+_FREE_TO_CHANGE = {"checkpoint_every", "keep_checkpoints", "keep_policies", "save_timeout_s"}
 
 
 class Trainer:
@@ -171,15 +171,16 @@ class Trainer:
         self._saved_step = self.step
 
     def _publish(self, consumed_groups: int) -> PolicyVersion:
-        return within(
-            self._config.save_timeout_s,
-            f"publishing policy {self.step}",
-            lambda: self._policies.publish(
+        def publish() -> PolicyVersion:
+            version = self._policies.publish(
                 self.step,
                 lambda folder: self._steps.learner.write(folder, source=self._source),
                 consumed_groups=consumed_groups,
-            ),
-        )
+            )
+            self._policies.prune(keep=self._config.keep_policies)
+            return version
+
+        return within(self._config.save_timeout_s, f"publishing policy {self.step}", publish)
 
 
 def _pin_config(place: Path, config: TrainerConfig) -> None:

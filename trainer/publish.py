@@ -33,7 +33,7 @@ def export(policies: PolicyLog, out: Path, *, step: int | None = None) -> Policy
     version = policies.latest() if step is None else policies.get(step)
     if version is None:
         steps = [v.step for v in policies.versions()]
-        there = f"there are steps {steps[0]} to {steps[-1]}" if steps else "there is none yet"
+        there = f"there are {', '.join(map(str, steps))}; others were pruned" if steps else "there is none yet"
         raise UsageError(f"{policies.path}: policy {'of any step' if step is None else step} not found; {there}")
     if out.exists():
         raise UsageError(f"{out} exists; name a new folder")
@@ -47,6 +47,8 @@ def export(policies: PolicyLog, out: Path, *, step: int | None = None) -> Policy
     try:
         copy_hf(Path(version.path), temporary)
         REAL_DISK.rename(temporary, out)
+    except FileNotFoundError as error:
+        raise UsageError(f"{version.path}: was pruned while it was copied ({error}); export the newest") from None
     finally:
         REAL_DISK.remove_tree(temporary)
     return version

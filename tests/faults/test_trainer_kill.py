@@ -107,7 +107,7 @@ def make_run(path: Path) -> RunFolder:
 def digests(run: RunFolder) -> dict[int, tuple[str, int]]:
     from farm.policy_log import PolicyLog
 
-    return {v.step: (v.digest, v.consumed_groups) for v in PolicyLog(run.policies).versions()}
+    return {v.step: (v.digest, v.consumed_groups) for v in PolicyLog(run.policies).history()}
 
 
 class DyingDisk(Disk):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -107,14 +108,15 @@ def train(run: RunFolder, *, policy: Path | None = None, disk: Disk | None = Non
 
 
 def digests(run: RunFolder) -> list[str]:
-    return [v.digest for v in PolicyLog(run.policies).versions()]
+    return [v.digest for v in PolicyLog(run.policies).history()]
 
 
 def test_it_learns_what_is_rewarded_and_says_what_it_did(tmp_path: Path, model: Path) -> None:
     run = make_run(tmp_path / "run")
     said: list[Any] = []
     assert train(run, policy=model, steps=6, report=said.append) == 6
-    versions = PolicyLog(run.policies).versions()
+    versions = PolicyLog(run.policies).history()
+    assert [v.step for v in PolicyLog(run.policies).versions()] == [0, 3, 4, 5, 6]
     assert [(v.step, v.consumed_groups) for v in versions] == [(s, 2 * s) for s in range(7)]
     assert len({v.digest for v in versions}) == 7
     lines = read_metrics(run.metrics)
@@ -145,7 +147,7 @@ def test_a_replay_comes_to_the_same_batches_and_weights(tmp_path: Path, model: P
     run = make_run(tmp_path / "run")
     for steps in (2, 3, 5):  # stopped and resumed: a replay goes through in one
         train(run, policy=model, steps=steps, checkpoint_every=2)
-    PolicyLog(run.policies).prune(keep=1, keep_every=6)  # all but the first and the last are gone
+    PolicyLog(run.policies).prune(keep=1)  # all but the first and the last are gone
     said: list[int] = []
     replayed = replay(run, report=lambda step: said.append(step.step))
     assert said == [1, 2, 3, 4, 5]
@@ -176,7 +178,7 @@ def test_a_replay_needs_steps_all_rows_and_the_first_policy(tmp_path: Path, mode
     run.metrics.write_text(run.metrics.read_text() + json.dumps(lines[-1] | {"step": 3}) + "\n")
     with pytest.raises(UsageError, match="ends at step 2 of 3"):
         replay(run)
-    PolicyLog(run.policies).prune(keep=1)
+    shutil.rmtree(run.policies / "step-000000")
     with pytest.raises(UsageError, match="policy step 0 is gone"):
         replay(run)
     run.metrics.unlink()
@@ -277,7 +279,7 @@ def test_export_copies_a_verified_policy(tmp_path: Path, model: Path) -> None:
     assert (tmp_path / "first" / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
     with pytest.raises(UsageError, match="exists"):
         export(policies, tmp_path / "out")
-    with pytest.raises(UsageError, match="policy 9 not found; there are steps 0 to 2"):
+    with pytest.raises(UsageError, match="policy 9 not found; there are 0, 1, 2; others"):
         export(policies, tmp_path / "nine", step=9)
     (Path(policies.versions()[1].path) / "model.safetensors").write_bytes(b"changed")
     with pytest.raises(UsageError, match="not those that were published"):

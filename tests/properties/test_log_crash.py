@@ -358,12 +358,14 @@ def test_a_publisher_dies_at_each_of_its_steps(tmp_path: Path, lost: int) -> Non
             log = PolicyLog(folder, disk=disk)
             for number, fill in enumerate((b"a", b"b", b"c")):
                 published.append(log.publish(number, partial(_weights, fill), consumed_groups=number))
-            log.prune(keep=1)
+            assert log.prune(keep=1) == [1]
         except Died:
             disk.machine.lose_power(lost)
         again = PolicyLog(folder)
         there = again.versions()
         assert all(again.verify(version) for version in there)
+        known = {version.step: version.digest for version in again.history()}
+        assert known == known | {version.step: version.digest for version in published}
         if disk.dead:
             assert not published or again.latest() is not None
             last = len(published) - 1

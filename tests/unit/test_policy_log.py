@@ -99,17 +99,33 @@ def test_what_a_dead_publisher_left_is_cleared_away(tmp_path: Path) -> None:
     assert not stray.exists()
 
 
-def test_prune_keeps_the_newest_and_every_nth(tmp_path: Path) -> None:
+def test_prune_keeps_the_first_and_the_newest_and_what_is_known_of_the_others(tmp_path: Path) -> None:
     log = PolicyLog(tmp_path / "policies")
     for step in range(8):
-        log.publish(step, weights(b"%d" % step), consumed_groups=0)
-    assert log.prune(keep=2, keep_every=3) == [1, 2, 4, 5]
-    assert [v.step for v in log.versions()] == [0, 3, 6, 7]
-    assert log.prune(keep=1) == [0, 3, 6]
-    assert log.prune(keep=5) == []
-    assert [v.step for v in PolicyLog(log.path).versions()] == [7]
+        log.publish(step, weights(b"%d" % step), consumed_groups=step)
+    known = log.history()
+    assert log.prune(keep=3) == [1, 2, 3, 4]
+    assert log.prune(keep=3) == log.prune(keep=99) == []
+    again = PolicyLog(log.path)
+    assert [v.step for v in again.versions()] == [0, 5, 6, 7]
+    assert again.history() == known
+    assert again.get(4) is None
+    assert not Path(known[4].path).exists()
+    assert PolicyLog(log.path).prune(keep=1) == [5, 6]
     with pytest.raises(UsageError, match="at least 1"):
         log.prune(keep=0)
+
+
+def test_a_pruned_version_is_still_published(tmp_path: Path) -> None:
+    log = PolicyLog(tmp_path / "policies")
+    for step in range(3):
+        log.publish(step, weights(b"%d" % step), consumed_groups=step)
+    published = log.get(1)
+    log.prune(keep=1)
+    assert log.publish(1, weights(b"1"), consumed_groups=1) == published, "a trainer that resumes from before it"
+    assert log.get(1) is None
+    with pytest.raises(UsageError, match="step-000001 is published already"):
+        log.publish(1, weights(b"x"), consumed_groups=1)
 
 
 def test_wait_returns_the_newest_or_nothing(tmp_path: Path) -> None:
@@ -135,7 +151,7 @@ def test_foreign_and_other_schemas_are_refused(tmp_path: Path) -> None:
     record = Path(version.path) / "policy.json"
     for text, expected in [
         (json.dumps(json.loads(record.read_text()) | {"schema_version": 9}), "schema version 9"),
-        (json.dumps(json.loads(record.read_text()) | {"step": 1}), "says step 1, its folder says 0"),
+        (json.dumps(json.loads(record.read_text()) | {"step": 1}), "says step 1, its name says 0"),
         ("{", "unreadable"),
     ]:
         record.write_text(text)
