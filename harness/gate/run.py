@@ -32,6 +32,7 @@ from harness.provenance import ROOT, machine
 
 SCHEMA = 1
 FOLDER = ROOT / "build" / "gate"
+_WIDTH = 140  # of the table, also where the output is no terminal
 # Seeds of the baseline's runs follow from how many there were; the candidate's are never among them.
 _CANDIDATE_SEED = 10_000
 
@@ -71,7 +72,7 @@ def gate(path: Path, *, base: str | None, policy: Path | None, budget_minutes: f
         "machine": machine(),
     }
     write_json(folder / "gate.json", record)
-    Console().print(_table(outcome, design))
+    Console(width=_WIDTH).print(_table(outcome, design))
     answer = outcome.verdict.answer
     print(f"{answer.value}: {_told(outcome)}; details in {folder / 'gate.json'}")
     return EXIT_CODE[answer]
