@@ -10,12 +10,14 @@ be made again from its logs.
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,17 +25,24 @@ from typing import Any
 from rich.console import Console
 
 from farm.durable import write_json
+from farm.run_folder import RunFolder
 from farm.types import Boundary
 from harness import progress
 from harness.profiles import Profile
 from harness.provenance import commit
 from harness.stage_key import changed, stage_key
+from trainer.metrics import read_metrics
 
 STAGE_LIMIT_S = 3600.0
 
 _LOOK_S = 0.5
 _END_S = 60.0
 _TOLD_CHARACTERS = 2000
+_KILL_LOOK_S, _KILL_WITHIN_S = 0.05, 1.0  # about a small step's time: a kill falls anywhere in it
+
+# Many quick steps: at a rate that the noise of such small batches does not turn into damage.
+_SMALL_BATCHES = ("rollout.groups_per_step=2", "rollout.group_size=4", "log.seal_age_s=0.5")
+_SMALL_BATCH_LR = 1e-4
 
 
 class StageError(Exception):
@@ -103,20 +112,43 @@ class Lab:
             return {}
         return done
 
-    def evaluate(self, name: str, policy: Path) -> Path:
+    def evaluate(self, name: str, policy: Path, *, settings: tuple[str, ...] = ()) -> Path:
         """The run folder of ``policy`` on the benchmark."""
+        return self.rollout(f"eval-{name}", policy, tasks=self.profile.benchmark_tasks, settings=settings)
+
+    def rollout(
+        self,
+        name: str,
+        policy: Path,
+        *,
+        tasks: int | None,
+        attempts: int | None = None,
+        settings: tuple[str, ...] = (),
+    ) -> Path:
+        """The run folder of a rollout of ``policy`` over the first ``tasks`` of the benchmark. ``settings``:
+        ``section.key=value``, over the profile's."""
+        limit = () if tasks is None else ("--limit", str(tasks))
 
         def work(folder: Path) -> None:
-            self._rollout(folder, policy, tasks=self.profile.benchmark_tasks)
+            self._command(
+                folder, "farm", "rollout", "--tasks", self.profile.benchmark,
+                "--attempts", str(attempts or self.profile.attempts), "--policy", str(policy), "--workers", "2",
+                "--run", str(folder / "run"), *limit, *_sets((*self.profile.settings, *settings)),
+            )  # fmt: skip
 
-        return self.stage(f"eval-{name}", work) / "run"
+        return self.stage(name, work) / "run"
+
+    def faulty(self, policy: Path, *, rate: float, seed: int) -> Path:
+        """The run folder of a rollout with failures injected at ``rate``, and no retry to hide them."""
+        return self.rollout("infra", policy, tasks=self.profile.infra_tasks, settings=_failing(rate, seed))
 
     def sft(self) -> Path:
         """The policy after supervised fine-tuning."""
 
         def work(folder: Path) -> None:
             demonstrations, policy = folder / "demonstrations", folder / "policy"
-            self._command(folder, "trainer", "demonstrations", "--out", str(demonstrations))
+            count = str(self.profile.demonstrations)
+            self._command(folder, "trainer", "demonstrations", "--out", str(demonstrations), "--count", count)
             self._command(
                 folder, "trainer", "sft", "--log", str(demonstrations), "--policy", str(self.profile.policy),
                 "--out", str(policy), "--loss", "outputs",
@@ -124,59 +156,96 @@ class Lab:
 
         return self.stage("sft", work) / "policy"
 
-    def rl(self, *, mode: str = "async", steps: int | None = None, name: str = "rl", seed: int = 0) -> Path:
-        """The run folder of RL from the SFT policy: the farm and the trainer, two processes that share the logs."""
-        start = self.sft()
+    def rl(
+        self,
+        *,
+        mode: str = "async",
+        steps: int | None = None,
+        name: str = "rl",
+        seed: int = 0,
+        policy: Path | None = None,
+        settings: tuple[str, ...] = (),
+    ) -> Path:
+        """The run folder of RL from ``policy`` (default: after SFT): the farm and the trainer, two processes that share
+        the logs."""
+        start = policy or self.sft()
+        given = (f"rollout.groups_per_step={self.profile.rl_groups}", f"rollout.mode={mode}", *settings)
 
         def work(folder: Path) -> None:
-            self._train(folder, start, mode=mode, steps=steps or self.profile.rl_steps, seed=seed)
+            with self._farm(folder, start, (*given, f"rollout.seed={seed}")) as farm:
+                training = _training(folder, start, steps or self.profile.rl_steps, seed)
+                self._command(folder, "trainer", *training, beside=farm)
 
         return self.stage(name, work) / "run"
 
-    def faulty(self, policy: Path, *, rate: float, seed: int) -> Path:
-        """The run folder of a rollout with failures injected at ``rate``, and no retry to hide them."""
-        settings = [f"inject.rate={rate}", f"inject.seed={seed}", *(f"retry.{b.value}=0" for b in Boundary)]
-        extra = tuple(word for setting in settings for word in ("--set", setting))
+    def restarted(self, *, kills: int, rate: float, seed: int) -> Path:
+        """The folder of an asynchronous training with small batches whose trainer was killed (-9) ``kills`` times on
+        the way, while failures were injected at ``rate``: ``run``, ``kills.json`` and ``replay.json``, which is the
+        uninterrupted training over the same log."""
+        start = self.sft()
 
         def work(folder: Path) -> None:
-            self._rollout(folder, policy, tasks=self.profile.infra_tasks, extra=extra)
+            steps = self.profile.restart_steps
+            settings = (*_SMALL_BATCHES, *_failing(rate, seed))
+            training = _training(folder, start, steps, seed, f"lr={_SMALL_BATCH_LR}")
+            with self._farm(folder, start, settings) as farm:
+                killed = self._killed(folder, training, [steps * n // (kills + 1) for n in range(1, kills + 1)], farm)
+                write_json(folder / "kills.json", {"kills": killed})
+                self._command(folder, "trainer", *training, beside=farm)
+            replay = ("replay", str(folder / "run"), "--out", str(folder / "replay.json"))
+            self._command(folder, "trainer", *replay, allowed=(0, 1))  # 1: a step differs, which the figures tell
 
-        return self.stage("infra", work) / "run"
+        return self.stage("restart", work)
 
     # ------------------------------------------------------------------------------------------ doing
 
-    def _rollout(self, folder: Path, policy: Path, *, tasks: int | None, extra: tuple[str, ...] = ()) -> None:
-        limit = () if tasks is None else ("--limit", str(tasks))
-        extra += self._back_ends()
-        self._command(
-            folder, "farm", "rollout", "--tasks", self.profile.benchmark, "--attempts", str(self.profile.attempts),
-            "--policy", str(policy), "--workers", "2", "--run", str(folder / "run"), *limit, *extra,
-        )  # fmt: skip
-
-    def _train(self, folder: Path, policy: Path, *, mode: str, steps: int, seed: int) -> None:
-        run = str(folder / "run")
-        settings = ("--set", f"rollout.mode={mode}", "--set", f"rollout.seed={seed}", *self._back_ends())
+    @contextmanager
+    def _farm(self, folder: Path, policy: Path, settings: tuple[str, ...]) -> Iterator[subprocess.Popen[bytes]]:
+        """A farm on ``folder/run``, drained at the end."""
         farm = self._start(
             folder / "farm.log", "farm", "up", "--workers", "2", "--tasks", self.profile.training,
-            "--run", run, "--policy", str(policy), *settings,
+            "--run", str(folder / "run"), "--policy", str(policy), *_sets((*self.profile.settings, *settings)),
         )  # fmt: skip
         try:
-            self._command(
-                folder, "trainer", "train", "--run", run, "--policy", str(policy), "--steps", str(steps),
-                "--set", f"seed={seed}", beside=farm,
-            )  # fmt: skip
+            yield farm
         finally:
             _stop(farm)
 
-    def _back_ends(self) -> tuple[str, ...]:
-        return tuple(word for setting in self.profile.settings for word in ("--set", setting))
+    def _killed(
+        self, folder: Path, training: tuple[str, ...], after: Sequence[int], farm: subprocess.Popen[bytes]
+    ) -> list[dict[str, float]]:
+        """Start the trainer and kill it at any moment of the step after each of ``after``; when that was."""
+        metrics, draw = RunFolder(folder / "run").metrics, random.Random(len(after))
+        killed: list[dict[str, float]] = []
+        for step in after:
+            trainer = self._start(folder / "commands.log", "trainer", *training)
+            try:
+                give_up_at = time.monotonic() + STAGE_LIMIT_S
+                while (reached := _last_step(metrics)) < step:
+                    if trainer.poll() is not None or farm.poll() is not None or time.monotonic() > give_up_at:
+                        raise StageError(f"the trainer came to step {reached} only:\n{_tail(folder / 'commands.log')}")
+                    time.sleep(_KILL_LOOK_S)
+                time.sleep(draw.uniform(0.0, _KILL_WITHIN_S))
+                alive = trainer.poll() is None
+            finally:
+                trainer.kill()
+                trainer.wait()
+            if alive:
+                killed.append({"after_step": _last_step(metrics), "at_s": time.time()})
+        return killed
 
     def _command(
-        self, folder: Path, program: str, *arguments: str, beside: subprocess.Popen[bytes] | None = None
+        self,
+        folder: Path,
+        program: str,
+        *arguments: str,
+        beside: subprocess.Popen[bytes] | None = None,
+        allowed: tuple[int, ...] = (0,),
     ) -> None:
         """Run a public command to its end. ``beside``: the farm that it can't do without.
 
-        Raises :class:`StageError` when it fails, takes longer than a stage may, or the farm beside it ends first."""
+        Raises :class:`StageError` when it ends with a code that is not ``allowed``, takes longer than a stage may, or
+        the farm beside it ends first."""
         log = folder / "commands.log"
         process = self._start(log, program, *arguments)
         told = f"`{program} {' '.join(arguments)}`"
@@ -189,12 +258,32 @@ class Lab:
                     raise StageError(f"{told} was still running after {STAGE_LIMIT_S:g} s:\n{_tail(log)}")
         finally:
             _stop(process)
-        if code != 0:
+        if code not in allowed:
             raise StageError(f"{told} ended with {code}:\n{_tail(log)}")
 
     def _start(self, log: Path, program: str, *arguments: str) -> subprocess.Popen[bytes]:
         with log.open("ab") as file:
             return subprocess.Popen([str(self.programs / program), *arguments], stdout=file, stderr=file)
+
+
+def _sets(settings: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(word for setting in settings for word in ("--set", setting))
+
+
+def _failing(rate: float, seed: int) -> tuple[str, ...]:
+    """Failures at every boundary, each of which ends its trajectory."""
+    return (f"inject.rate={rate}", f"inject.seed={seed}", *(f"retry.{boundary.value}=0" for boundary in Boundary))
+
+
+def _training(folder: Path, policy: Path, steps: int, seed: int, *settings: str) -> tuple[str, ...]:
+    """``trainer train`` on ``folder/run``, from ``policy`` up to step ``steps``."""
+    given = ("--run", str(folder / "run"), "--policy", str(policy), "--steps", str(steps))
+    return ("train", *given, *_sets((f"seed={seed}", *settings)))
+
+
+def _last_step(metrics: Path) -> int:
+    lines = read_metrics(metrics)
+    return int(lines[-1]["step"]) if lines else 0
 
 
 def _code(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:

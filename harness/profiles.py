@@ -38,14 +38,29 @@ class Profile:
     """``expected_s`` are the stages' durations on two idle cores; they only feed the "time left" line.
 
     ``benchmark`` and ``training`` are task sources of ``farm``, ``policy`` is the model to start from, and ``settings``
-    (``section.key=value``) choose the back ends named in ``back_ends``."""
+    (``section.key=value``) choose the back ends named in ``back_ends``. ``*_groups`` are groups per step.
+    ``uncapped``: settings that lift the cap on a trajectory's length; ``slow_sandbox`` and ``fast_sandbox``: the two
+    back ends of the throughput comparison, and ``throughput_note`` what they are."""
 
     name: str
     attempts: int
     benchmark_tasks: int | None  # None: all
+    demonstrations: int
     rl_steps: int
+    rl_groups: int
     compare_steps: int
+    cap_steps: int
+    cap_groups: int
+    uncapped: tuple[str, ...]
     sandbox_starts: int
+    throughput_tasks: int
+    throughput_attempts: int
+    throughput_slots: int  # of each of two workers
+    slow_sandbox: tuple[str, ...]
+    fast_sandbox: tuple[str, ...]
+    throughput_note: str
+    thrash_timeout_s: float
+    restart_steps: int
     infra_tasks: int
     expected_s: dict[str, float]
     benchmark: str = "micro:benchmark"
@@ -55,25 +70,63 @@ class Profile:
     back_ends: Mapping[str, str] = field(default_factory=lambda: EMBEDDED)
 
 
+# A turn of the micro policy is about eight tokens, so 64 of them fill its whole context of 512.
+_UNCAPPED = ("limits.max_turns=64", "limits.agent_s=240", "limits.episode_s=300")
+_DELAYED = "the embedded sandbox with the start latency of the reference's back ends added"
+_QUICK_S: dict[str, float] = {
+    "eval": 12, "sft": 15, "rl": 25, "compare": 25, "cap": 20, "infra": 12, "sandbox": 10, "throughput": 10, "kv": 20,
+    "restart": 50, "disjoint": 5,
+}  # fmt: skip
+_FULL_S: dict[str, float] = {
+    "eval": 40, "sft": 30, "rl": 400, "compare": 70, "cap": 80, "infra": 40, "sandbox": 15, "throughput": 60, "kv": 45,
+    "restart": 240, "disjoint": 5,
+}  # fmt: skip
+
 QUICK = Profile(
     name="quick",
     attempts=1,
     benchmark_tasks=20,
-    rl_steps=2,
-    compare_steps=2,
+    demonstrations=150,
+    rl_steps=3,
+    rl_groups=4,
+    compare_steps=3,
+    cap_steps=3,
+    cap_groups=1,
+    uncapped=_UNCAPPED,
     sandbox_starts=20,
+    throughput_tasks=16,
+    throughput_attempts=1,
+    throughput_slots=8,
+    slow_sandbox=("sandbox.start_delay_s=1.17",),
+    fast_sandbox=("sandbox.start_delay_s=0.19",),
+    throughput_note=f"{_DELAYED}, a tenth of it: 1.17 s and 0.19 s",
+    thrash_timeout_s=5.0,
+    restart_steps=10,
     infra_tasks=20,
-    expected_s={"eval": 15, "sft": 30, "rl": 45, "compare": 45, "infra": 15, "sandbox": 10, "disjoint": 5},
+    expected_s=_QUICK_S,
 )
 FULL = Profile(
     name="full",
     attempts=4,
     benchmark_tasks=None,
+    demonstrations=600,
     rl_steps=40,
+    rl_groups=16,
     compare_steps=6,
+    cap_steps=6,
+    cap_groups=4,
+    uncapped=_UNCAPPED,
     sandbox_starts=100,
+    throughput_tasks=32,
+    throughput_attempts=2,
+    throughput_slots=16,
+    slow_sandbox=("sandbox.start_delay_s=11.7",),
+    fast_sandbox=("sandbox.start_delay_s=1.9",),
+    throughput_note=f"{_DELAYED}: 11.7 s and 1.9 s",
+    thrash_timeout_s=8.0,
+    restart_steps=145,
     infra_tasks=100,
-    expected_s={"eval": 35, "sft": 30, "rl": 480, "compare": 90, "infra": 35, "sandbox": 15, "disjoint": 5},
+    expected_s=_FULL_S,
 )
 
 
@@ -87,11 +140,35 @@ def cluster(environment: Mapping[str, str]) -> Profile:
         name="cluster",
         attempts=4,
         benchmark_tasks=100,
+        demonstrations=600,
         rl_steps=145,
+        rl_groups=16,
         compare_steps=20,
+        cap_steps=10,
+        cap_groups=16,
+        uncapped=("limits.max_turns=1000", "limits.max_context_tokens=262144", "engine.context_length=262144"),
         sandbox_starts=384,
+        throughput_tasks=100,
+        throughput_attempts=8,
+        throughput_slots=192,
+        slow_sandbox=("sandbox.provider=docker",),
+        fast_sandbox=(f"sandbox.provider={sandbox}",),
+        throughput_note=f"Docker on the local machine against {sandbox or 'unset'}",
+        thrash_timeout_s=600.0,
+        restart_steps=145,
         infra_tasks=100,
-        expected_s={"eval": 3_600, "sft": 7_200, "rl": 145 * 300, "compare": 20 * 300, "infra": 3_600, "sandbox": 600},
+        expected_s={
+            "eval": 3_600,
+            "sft": 7_200,
+            "rl": 145 * 300,
+            "compare": 20 * 300,
+            "cap": 10 * 850,
+            "infra": 3_600,
+            "sandbox": 600,
+            "throughput": 3_600,
+            "kv": 3_600,
+            "restart": 145 * 60,
+        },
         benchmark=f"swebench:{Path(environment.get(DATA, '')) / VERIFIED}",
         training=environment.get(RL_TASKS, ""),
         policy=Path(environment.get(POLICY, "")),

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from farm.types import Cursor, Graded, Trajectory
+from farm.types import Cursor, Graded, Trajectory, content_digest
 from trainer.advantage import group_advantages
 
 
@@ -231,6 +231,11 @@ class Batcher:
                 size=entry["size"], landed=entry["landed"], consumed=entry["consumed"], rows=_rows(entry["rows"])
             )
         return batcher
+
+
+def batch_digest(samples: Sequence[Sample]) -> str:
+    """Which rows a step trained on, and how: two steps with the same digest trained on the same batch."""
+    return content_digest([[s.episode_id, s.advantage, s.staleness] for s in samples])
 
 
 def _rows(entries: Sequence[Sequence[Any]]) -> list[_Row]:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from farm.protocols import TrajectoryLog
-from farm.types import Cursor, Trajectory, content_digest
+from farm.types import Cursor, Trajectory
 from trainer.batch import TokenSequence, micro_batches, sequences
 from trainer.config import TrainerConfig
-from trainer.group import Batch, Batcher, BatchRules, Sample
+from trainer.group import Batch, Batcher, BatchRules, batch_digest
 from trainer.megatron import losses
 from trainer.megatron.learner import Learner
 from trainer.tail import fetch
@@ -95,11 +95,6 @@ class Steps:
         self.learner.load_state(learner)
         self._batcher = Batcher.restore(self._rules, batcher)
         self._held = fetch(log, self._batcher.pending())
-
-
-def batch_digest(samples: Sequence[Sample]) -> str:
-    """Which rows a step trained on, and how: two steps with the same digest trained on the same batch."""
-    return content_digest([[s.episode_id, s.advantage, s.staleness] for s in samples])
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -1,4 +1,7 @@
-"""Step time and trainer wait: synchronous against asynchronous, from the same policy, tasks and seed."""
+"""Step time and trainer wait: synchronous against asynchronous, from the same policy, tasks and seed.
+
+The asynchronous steps are the first of the RL run, so that both runs train the same policy.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +11,24 @@ import numpy as np
 
 from harness import stats
 from harness.claims import Measurement
-from harness.experiments.runs import sources, steps
+from harness.experiments.runs import sources, step_seconds, steps
 from harness.lab import Lab
 
 
 def ratio(lab: Lab) -> Measurement:
     count = lab.profile.compare_steps
     sync = lab.rl(mode="sync", steps=count, name="compare-sync")
-    free = lab.rl(mode="async", steps=count, name="compare-async")
-    slow, fast = _step_s(steps(sync)), _step_s(steps(free))
+    free = lab.rl()
+    lines = {"sync": steps(sync), "async": steps(free)[:count]}
+    slow, fast = step_seconds(lines["sync"]), step_seconds(lines["async"])
     estimate = stats.median_ratio(slow, fast)
     return Measurement(
         estimate=estimate,
         unit="x (synchronous / asynchronous median step time)",
         holds=estimate.low > 1.0,
         detail={
-            "sync": _told(steps(sync)),
-            "async": _told(steps(free)),
+            "sync": _told(lines["sync"]),
+            "async": _told(lines["async"]),
             "left_out": "the first step of each run, which fills the pipeline",
         },
         sources=sources(sync) + sources(free),
@@ -32,12 +36,8 @@ def ratio(lab: Lab) -> Measurement:
     )
 
 
-def _step_s(lines: list[dict[str, Any]]) -> stats.Floats:
-    return np.array([line["wait_s"] + line["train_s"] for line in lines[1:]])
-
-
 def _told(lines: list[dict[str, Any]]) -> dict[str, float]:
-    step_s = _step_s(lines)
+    step_s = step_seconds(lines)
     wait_s = np.array([line["wait_s"] for line in lines[1:]])
     return {
         "steps": len(step_s),

@@ -1,19 +1,30 @@
-"""Failures injected at the reported rate, at every boundary: all logged as failures, none with a reward."""
+"""Failures injected at the reported rate, at every boundary: all logged as failures, none with a reward, none trained
+on; and what counting them as wrong answers would do to the score.
+
+The bias is measured against the run of the same episodes without failures. In the training, the batches are made again
+from the log: they are those that the trainer recorded, and no failed attempt is in them.
+"""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from pathlib import Path
+
+import numpy as np
 
 from farm.inject import FaultPlan
-from farm.types import Boundary, Failed, Graded, Trajectory
+from farm.types import Boundary, Cursor, Failed, Graded, Trajectory
 from harness import metrics, stats
 from harness.claims import Measurement
-from harness.experiments.runs import landed, sources
+from harness.experiments import restart
+from harness.experiments.runs import landed, sources, steps
 from harness.lab import Lab
-from harness.stats import Estimate
+from harness.stats import Estimate, Floats
+from trainer.config import batch_rules
+from trainer.group import Batcher, batch_digest
 
-RATE = 0.031
-SEED = 31
+RATE, SEED = restart.FAULT_RATE, restart.SEED
 
 
 def rate(lab: Lab) -> Measurement:
@@ -29,8 +40,10 @@ def rate(lab: Lab) -> Measurement:
     failed = sum(isinstance(t.outcome, Failed) for t in trajectories)
     share = stats.wilson(failed, len(trajectories))
     rates = metrics.task_rates(trajectories)
+    clean = metrics.task_rates(landed(lab.evaluate("base", lab.profile.policy)))
     excluded = stats.weighted_mean(rates.excluded, rates.weights)
     as_zero = stats.weighted_mean(rates.failed, rates.weights)
+    training = lab.restarted(kills=restart.KILLS, rate=RATE, seed=SEED) / "run"
     return Measurement(
         estimate=Estimate(value=100 * share.value, low=100 * share.low, high=100 * share.high, n=share.n),
         unit="% of trajectories ended in an infrastructure failure",
@@ -43,11 +56,51 @@ def rate(lab: Lab) -> Measurement:
             "not_injected": failed - len(logged),
             "pass_at_1_failures_excluded": round(100 * excluded.value, 2),
             "pass_at_1_failures_as_zero": round(100 * as_zero.value, 2),
-            "bias_of_counting_them_as_zero_points": round(100 * (as_zero.value - excluded.value), 2),
+            "bias_against_the_run_without_failures": {
+                "counted_as_zero": _bias(rates, rates.failed, clean),
+                "left_out": _bias(rates, rates.excluded, clean),
+            },
+            "training": _training(training),
             "retries": "off, so that every injected failure ends its trajectory",
         },
-        sources=sources(run),
+        sources=sources(run) + sources(training),
     )
+
+
+def _bias(rates: metrics.TaskRates, scores: Floats, clean: metrics.TaskRates) -> dict[str, float]:
+    """Points of pass@1 above the run without failures, over the tasks that both have graded."""
+    without = dict(zip(clean.ids, clean.excluded, strict=True))
+    common = [i for i, task in enumerate(rates.ids) if task in without]
+    expected = np.array([without[rates.ids[i]] for i in common])
+    difference, p = stats.paired_difference(scores[common], expected, rates.weights[common])
+    return {
+        "points": round(100 * difference.value, 2),
+        "low": round(100 * difference.low, 2),
+        "high": round(100 * difference.high, 2),
+        "p": p,
+        "tasks": difference.n,
+    }
+
+
+def _training(run: Path) -> dict[str, int]:
+    """The batches of a training, made again from its log: which failed attempts are in them?"""
+    rows = landed(run)
+    failed = {t.episode_id for t in rows if isinstance(t.outcome, Failed)}
+    batcher = Batcher(batch_rules(json.loads((run / "config.json").read_text()), where=str(run)))
+    batches = [batch for n, row in enumerate(rows) if (batch := batcher.push(Cursor(row=n), row)) is not None]
+    recorded = [line["batch_digest"] for line in steps(run)]
+    batches = batches[: len(recorded)]
+    trained = {sample.episode_id for batch in batches for sample in batch.samples}
+    return {
+        "trajectories": len(rows),
+        "failures": len(failed),
+        "trained_episodes": len(trained),
+        "failures_in_a_gradient": len(failed & trained),
+        "steps": len(recorded),
+        "batches_as_recorded": sum(
+            batch_digest(batch.samples) == digest for batch, digest in zip(batches, recorded, strict=False)
+        ),
+    }
 
 
 def _boundary(trajectory: Trajectory) -> str:

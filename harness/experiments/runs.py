@@ -6,8 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from farm.types import PolicyVersion, Trajectory
 from harness import derived
+from harness.stats import Floats
 
 
 def landed(run: Path) -> list[Trajectory]:
@@ -28,3 +31,8 @@ def steps(run: Path) -> list[dict[str, Any]]:
     """The trainer's own line per step."""
     lines = (run / "trainer" / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines if line]
+
+
+def step_seconds(lines: list[dict[str, Any]]) -> Floats:
+    """Duration of each step, trainer's wait included; without the first, in which farm and engines start."""
+    return np.array([line["wait_s"] + line["train_s"] for line in lines[1:]])

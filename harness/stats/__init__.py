@@ -11,7 +11,7 @@ errors; ``beta_binomial`` low rates; ``paired`` differences; ``strata`` subsets;
 """
 
 from harness.stats.beta_binomial import BetaBinomial, fit, mean_interval
-from harness.stats.bootstrap import median, median_ratio, weighted_mean
+from harness.stats.bootstrap import mean_ratio, median, median_ratio, weighted_mean
 from harness.stats.core import Estimate, Floats
 from harness.stats.multiple import holm
 from harness.stats.paired import paired_difference, sign_flip
@@ -29,6 +29,7 @@ __all__ = [
     "fit",
     "holm",
     "mean_interval",
+    "mean_ratio",
     "median",
     "median_ratio",
     "minimal_detectable_effect",
