@@ -1,0 +1,224 @@
+"""`harness reproduce`: what lacks is said first, a broken experiment costs its own row, kept logs make the report."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+from farm.errors import UsageError
+from harness import back_ends, claims, cli, document, experiments, profiles, report, reproduce, twin_cells, views
+from harness.claims import Claim, Measurement
+from harness.lab import Lab
+from harness.stats import Estimate
+
+CLAIMS = [
+    Claim(id="one", statement="one", metric="m", reported={"text": "1"}, experiment="x.one", back_ends=("sandbox",),
+          rule="r"),
+    Claim(id="two", statement="two", metric="m", reported={"text": "2"}, experiment="x.two", rule="r"),
+    Claim(id="three", statement="three", metric="m", reported={"text": "3"}),
+]  # fmt: skip
+
+
+RAN: list[str] = []  # the stages that were run; not captured by their work, so not part of their keys
+
+
+class Bench:
+    """Two experiments. ``numbers``: what their stages write; ``broken``: those that raise."""
+
+    def __init__(self) -> None:
+        self.numbers = {"one": 1.0, "two": 2.0}
+        self.broken: set[str] = set()
+
+    def load(self, claim: Claim) -> Callable[[Lab], Measurement] | None:
+        return None if claim.experiment is None else lambda lab: self.measure(claim.id, lab)
+
+    def measure(self, name: str, lab: Lab) -> Measurement:
+        number, broken = self.numbers[name], name in self.broken
+
+        def work(folder: Path) -> None:
+            if broken:
+                raise ValueError("no luck")
+            RAN.append(name)
+            (folder / "number.json").write_text(json.dumps(number))
+
+        value = json.loads((lab.stage(f"stage-{name}", work) / "number.json").read_text())
+        estimate = Estimate(value=value, low=value - 1, high=value + 1, n=3)
+        return Measurement(estimate=estimate, unit="s", holds=value < 5, detail={"value": value})
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Bench:
+    made = Bench()
+    RAN.clear()
+    monkeypatch.setattr(claims, "load", lambda: CLAIMS)
+    monkeypatch.setattr(experiments, "load", made.load)
+    monkeypatch.setattr(reproduce, "BUILD", tmp_path / "build")
+    monkeypatch.setattr(reproduce, "twin_cells", lambda _: {"three": {"text": "3.1x", "value": 3.1}})
+    return made
+
+
+def run(tmp_path: Path, *names: str) -> tuple[int, dict[str, dict[str, object]]]:
+    code = reproduce.reproduce(names, profile_name="quick", out=tmp_path / "reports" / "1")
+    rows = document.read(tmp_path / "reports" / "1")["claims"]
+    return code, {row["id"]: row for row in rows}
+
+
+def test_a_second_run_redoes_only_what_changed(bench: Bench, tmp_path: Path) -> None:
+    code, rows = run(tmp_path)
+    assert (code, RAN) == (0, ["one", "two"])
+    assert [rows[name]["status"] for name in ("one", "two", "three")] == ["holds", "holds", "not built yet"]
+    assert rows["one"]["detail"]["stages"] == ["stage-one"]  # type: ignore[index]
+    assert rows["three"]["twin"] == {"text": "3.1x", "value": 3.1}
+    before = report.files(document.read(tmp_path / "reports" / "1"))
+    assert run(tmp_path)[0] == 0
+    assert RAN == ["one", "two"]
+    assert report.files(document.read(tmp_path / "reports" / "1")) == before
+    bench.numbers["two"] = 7.0
+    _, rows = run(tmp_path)
+    assert RAN == ["one", "two", "two"]
+    assert rows["two"]["status"] == "differs"
+
+
+def test_a_broken_experiment_costs_its_own_row_only(bench: Bench, tmp_path: Path) -> None:
+    bench.broken.add("one")
+    code, rows = run(tmp_path)
+    assert code == 1
+    assert rows["one"]["status"] == "not run"
+    assert rows["one"]["detail"]["problem"] == "broke: ValueError: no luck"  # type: ignore[index]
+    assert rows["two"]["status"] == "holds"
+    bench.broken.clear()
+    code, rows = run(tmp_path, "one")  # alone: the other's row stays as it was
+    assert (code, RAN) == (0, ["two", "one"])
+    assert {rows[name]["status"] for name in ("one", "two")} == {"holds"}
+
+
+@pytest.mark.usefixtures("bench")
+def test_the_report_is_what_its_kept_logs_give(tmp_path: Path) -> None:
+    run(tmp_path)
+    folder = tmp_path / "reports" / "1"
+    assert views.show_report(folder, rebuild=False, verify=True, stages=None) == 0
+    kept = folder / "logs" / "stage-one" / "number.json"
+    kept.write_text("4.0")
+    assert views.show_report(folder, rebuild=False, verify=True, stages=None) == 1
+    assert views.show_report(folder, rebuild=True, verify=False, stages=None) == 0
+    assert views.show_report(folder, rebuild=False, verify=True, stages=None) == 0
+    # From the stages themselves, as they were run:
+    views.show_report(folder, rebuild=True, verify=False, stages=tmp_path / "build" / "quick")
+    assert document.read(folder)["claims"][0]["here"]["value"] == 1.0
+    with pytest.raises(UsageError, match="no finished stage"):
+        views.show_report(folder, rebuild=True, verify=False, stages=tmp_path)
+    with pytest.raises(UsageError, match="holds no kept logs"):
+        views.show_report(tmp_path, rebuild=True, verify=False, stages=None)
+
+
+@pytest.mark.usefixtures("bench")
+def test_what_is_missing_is_said_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(profiles.SANDBOX, raising=False)
+    with pytest.raises(UsageError, match=r"profile 'cluster' can't start here: no sandboxes: set ROLLOUT_FARM_SANDBOX"):
+        reproduce.reproduce(("one",), profile_name="cluster", out=tmp_path / "r")
+    assert RAN == []
+    assert not (tmp_path / "build").exists()
+
+
+# --------------------------------------------------------------------------------------------- back ends
+
+
+def missing(role: str, **environment: str) -> list[str]:
+    return back_ends.missing(profiles.cluster(environment), {role}, environment)
+
+
+def test_the_cluster_profile_names_everything_with_what_to_set(tmp_path: Path) -> None:
+    assert missing("engine") == [
+        "no engines: set ROLLOUT_FARM_ENGINES to the addresses of SGLang servers (http://host:port,http://...)"
+    ]
+    assert missing("engine", ROLLOUT_FARM_ENGINES="http://127.0.0.1:9, x") == [
+        "no SGLang server answers at http://127.0.0.1:9: start it, or correct ROLLOUT_FARM_ENGINES",
+        "no SGLang server answers at x: start it, or correct ROLLOUT_FARM_ENGINES",
+    ]
+    assert missing("sandbox", ROLLOUT_FARM_SANDBOX="k8s") == [
+        "no sandboxes: set ROLLOUT_FARM_SANDBOX to e2b or docker (is k8s)"
+    ]
+    assert any("set E2B_API_KEY" in phrase for phrase in missing("sandbox", ROLLOUT_FARM_SANDBOX="e2b"))
+    tasks = missing("tasks")
+    assert [phrase.partition(":")[0] for phrase in tasks] == ["no benchmark", "no training tasks", "no model"]
+    (tmp_path / profiles.VERIFIED).write_text("")
+    (tmp_path / "config.json").write_text("{}")
+    assert missing("tasks", ROLLOUT_FARM_DATA=str(tmp_path), ROLLOUT_FARM_RL_TASKS="swebench:x.parquet",
+                   ROLLOUT_FARM_POLICY=str(tmp_path)) == []  # fmt: skip
+
+
+def test_the_cluster_profile_runs_the_same_experiments_on_other_back_ends() -> None:
+    made = profiles.cluster({profiles.ENGINES: "http://a:1,http://b:2", profiles.SANDBOX: "e2b", profiles.DATA: "/d"})
+    assert made.settings == (
+        "engine.kind=sglang", 'engine.urls=["http://a:1", "http://b:2"]', "sandbox.provider=e2b",
+    )  # fmt: skip
+    assert made.benchmark == f"swebench:/d/{profiles.VERIFIED}"
+    assert made.back_ends["sandbox"] == "e2b"
+    assert (made.benchmark_tasks, made.attempts, made.rl_steps) == (100, 4, 145)
+
+
+def test_the_embedded_back_ends_are_here() -> None:
+    assert back_ends.missing(profiles.QUICK, {"engine", "sandbox", "trainer", "tasks"}, {}) == []
+
+
+# ---------------------------------------------------------------------------------------------- commands
+
+
+def test_an_archive_gives_the_twins_predictions_or_none(tmp_path: Path) -> None:
+    lab = Lab(folder=tmp_path, profile=profiles.QUICK, console=Console(file=io.StringIO()), archive=True)
+    assert twin_cells.twin_cells(lab) == {}
+    (tmp_path / "twin").mkdir()
+    (tmp_path / "twin" / "done.json").write_text("{}")
+    (tmp_path / "twin" / twin_cells.FILE).write_text('{"throughput": {"value": 4.2}}')
+    assert twin_cells.twin_cells(lab) == {"throughput": {"value": 4.2}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["show", "nothing"], "claim 'nothing' is unknown; known: pass1-base"),
+        (["check", "/nowhere"], "no such report"),
+        (["diff", "/nowhere", "/nowhere"], "no such report"),
+        (["reproduce"], "name the claims to reproduce"),
+        (["reproduce", "--all", "--profile", "huge"], "profile 'huge' is unknown"),
+        (["report", "--rebuild", "--verify"], "exclude each other"),
+        (["report", "/nowhere", "--rebuild"], "holds no kept logs"),
+    ],
+)
+def test_bad_input_is_a_usage_error(arguments: list[str], text: str) -> None:
+    result = CliRunner().invoke(cli.cli, arguments)
+    assert isinstance(result.exception, UsageError)
+    assert text in str(result.exception)
+
+
+@pytest.mark.usefixtures("bench")
+def test_check_compares_with_the_newest_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(tmp_path)
+    monkeypatch.setattr(views, "REPORTS", tmp_path / "reports")
+    assert views.check(None) == 0
+    other = tmp_path / "other"
+    report.write(other / "2", document.read(tmp_path / "reports" / "1"))
+    assert views.check(other / "2") == 0
+    text = (other / "2" / "report.json").read_text()
+    (other / "2" / "report.json").write_text(text.replace('"status": "holds"', '"status": "differs"', 1))
+    assert views.check(other / "2") == 1
+    assert views.diff(tmp_path / "reports" / "1", other / "2") == 1
+
+
+def test_list_show_diff_and_report_on_the_newest_report() -> None:
+    folder = str(views.newest_folder())
+    for arguments, word in (
+        (["list"], "pass1-rl"),
+        (["show", "pass1-rl"], "measured.gain_over_sft.points >= 14.7"),
+        (["diff", folder, folder], "equal"),
+        (["report"], "verdict"),
+    ):
+        result = CliRunner().invoke(cli.cli, arguments)
+        assert result.exit_code == 0, result.output
+        assert word in result.output
