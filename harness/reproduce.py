@@ -128,6 +128,8 @@ def _keep(lab: Lab, folder: Path, problems: Mapping[str, str], chosen: set[str])
     """The logs of the stages that were used; those of other claims stay as they were kept before."""
     used = [lab.folder / name for name in lab.used if (lab.folder / name / "done.json").exists()]
     evidence.keep(used, folder / LOGS)
+    if chosen == {claim.id for claim in claims.load()}:
+        evidence.forget(folder / LOGS, keep={stage.name for stage in used})
     place = folder / LOGS / ORIGIN
     before = json.loads(place.read_text())["problems"] if place.exists() else {}
     others = {claim: problem for claim, problem in before.items() if claim not in chosen | {TWIN}}
@@ -145,14 +147,14 @@ def _origin(settings: Profile) -> dict[str, Any]:
 
 def _row(claim: Claim, lab: Lab, problem: str, twin: Mapping[str, Any] | None) -> Row:
     experiment = experiments.load(claim)
-    if experiment is None:
-        return Row(claim=claim, measurement=None, twin=twin)
+    if experiment is None or problem:
+        return Row(claim=claim, measurement=None, problem=problem, twin=twin)
     lab.used.clear()
     try:
         measurement = experiment(lab)
     except StageError as error:
-        return Row(claim=claim, measurement=None, problem=problem or f"not run: {error}", twin=twin)
+        return Row(claim=claim, measurement=None, problem=f"not run: {error}", twin=twin)
     except Exception as error:
-        why = problem or f"broke: {type(error).__name__}: {error}"[:_PROBLEM_LENGTH]
+        why = f"broke: {type(error).__name__}: {error}"[:_PROBLEM_LENGTH]
         return Row(claim=claim, measurement=None, problem=why, twin=twin, stages=tuple(lab.used))
     return Row(claim=claim, measurement=measurement, twin=twin, stages=tuple(lab.used))
