@@ -32,7 +32,7 @@ _README = """# A run of Rollout Farm
 | `config.json` | the resolved configuration of the run; it can't change | the first start |
 | `trajectories/shard-*.parquet` | the sealed trajectories, one row per episode | the farm |
 | `trajectories/open/` | episodes that have landed and wait to be sealed | the farm's workers |
-| `policies/step-*/` | the published policies, each a Hugging Face model folder | the trainer |
+| `policies/step-*/` | the first and the newest published policies, each a Hugging Face model folder | the trainer |
 | `trainer/metrics.jsonl` | one line per training step | the trainer |
 | `trainer/checkpoints/` | weights, optimizer, random state and cursor | the trainer |
 | `logs/` | what each process said | all |

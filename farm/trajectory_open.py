@@ -38,11 +38,11 @@ def file_name(episode_id: str) -> str:
     return episode_id + SUFFIX
 
 
-def pack(batch: pa.RecordBatch) -> bytes:
-    """The bytes of an open file."""
+def pack(batch: pa.RecordBatch) -> tuple[bytes | memoryview, ...]:
+    """The bytes of an open file, in parts: copying them into one costs a tenth of making them."""
     body = memoryview(batch.serialize())
     checksum = zlib.crc32(_END_OF_STREAM, zlib.crc32(body, _HEAD_CHECKSUM))
-    return b"".join((_HEAD, body, _END_OF_STREAM, _TRAILER.pack(_MAGIC, checksum)))
+    return (_HEAD, body, _END_OF_STREAM + _TRAILER.pack(_MAGIC, checksum))
 
 
 def unpack(data: bytes) -> pa.RecordBatch:

@@ -137,7 +137,7 @@ def test_rows_come_back_from_a_sealed_log_in_order(rows: Sequence[Trajectory]) -
 @given(trajectory=TRAJECTORIES, data=st.data())
 @settings(max_examples=25, deadline=None, suppress_health_check=_SLOW)
 def test_an_open_file_is_whole_or_known_to_be_torn(trajectory: Trajectory, data: st.DataObject) -> None:
-    whole = pack(encode([trajectory]))
+    whole = b"".join(pack(encode([trajectory])))
     assert decode(unpack(whole)) == [trajectory]
     cut = whole[: data.draw(st.integers(0, len(whole) - 1))]
     place = data.draw(st.integers(0, len(whole) - 1))
