@@ -5,7 +5,8 @@ Found by reading the source, so nobody has to keep a list of files beside an exp
 * a function reaches the functions, methods and constants of its own module that it names, and theirs in turn;
 * a name that comes from this project's packages reaches that whole module and all that the module imports, lazily or
   not, by name in a string (``"farm.sandbox.bubblewrap:BubblewrapProvider"``) or as a file beside it;
-* the name of one of the project's commands in a string (``"farm"``) reaches the command's module.
+* the name of one of the project's commands in a string (``"farm"``) reaches the command's module;
+* nothing is reached against the layers: that ``farm plan`` hands over to the twin makes no run depend on the twin.
 
 Comments, docstrings and layout do not count. It errs on the side of doing work again: a name that only looks like a
 reference counts as one.
@@ -26,11 +27,12 @@ from types import FunctionType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("farm", "trainer", "harness")
+PACKAGES = ("farm", "trainer", "harness")  # each may use those before it
 COMMANDS = {"farm": "farm.cli", "trainer": "trainer.cli"}
 
 _DOTTED = re.compile(rf"(?:{'|'.join(PACKAGES)})(?:\.\w+)+")
 _FILE = re.compile(r"[\w-]+\.\w+")
+_LEFT_BY_READERS = "derived"  # a folder that appears beside a log when it is read
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
@@ -164,10 +166,12 @@ def _references(source: Path) -> tuple[frozenset[str], frozenset[Path]]:
     if source.suffix != ".py":
         return frozenset(), frozenset()
     tree = ast.parse(source.read_text(encoding="utf-8"))
+    layer = PACKAGES.index(source.relative_to(ROOT).parts[0])
+    below = {name for name in _modules_of(tree) if name.partition(".")[0] in PACKAGES[: layer + 1]}
     beside = {source.parent / t for t in _strings(tree) if _FILE.fullmatch(t) and (source.parent / t).is_file()}
     # A script beside the module that is run rather than imported brings along what it imports.
     scripts = {".".join(f.relative_to(ROOT).with_suffix("").parts) for f in beside if f.suffix == ".py"}
-    return frozenset(_modules_of(tree)) | scripts, frozenset(f for f in beside if f.suffix != ".py")
+    return frozenset(below) | scripts, frozenset(f for f in beside if f.suffix != ".py")
 
 
 def _strings(tree: ast.AST) -> Iterator[str]:
@@ -238,12 +242,14 @@ def plain(value: Any) -> Any:
 
 
 def tree_digest(path: Path) -> str | None:
-    """Digest of a file, or of all files below a folder with their names; None when nothing is there."""
+    """Digest of a file, or of all files below a folder with their names; None when nothing is there. What reading a
+    log leaves beside it does not count."""
     if path.is_file():
         return _bytes_digest(path)
     if not path.is_dir():
         return None
-    files = sorted(f for f in path.rglob("*") if f.is_file())
+    found = (f for f in path.rglob("*") if f.is_file())
+    files = sorted(f for f in found if _LEFT_BY_READERS not in f.relative_to(path).parts)
     return short_digest([[str(f.relative_to(path)), _bytes_digest(f)] for f in files])
 
 

@@ -30,6 +30,7 @@ STAGES = {
     "infra_errors.rate": ("infra", "eval-base", "sft", "restart"),
     "separation.latency": ("sft", "rl"),
     "disjoint.overlaps": ("disjoint",),
+    "twin_check.within": ("sft", "rl", "eval-base", "twin-check"),
 }
 
 
