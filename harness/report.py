@@ -1,7 +1,7 @@
 """The report on disk: ``reports/<version>/report.{json,md,html}`` and figures, and ``reports/latest``.
 
-All of it follows from the document (:mod:`harness.document`); bytes depend on content alone: no time of day, sorted
-keys, rounded figures.
+All of it follows from the document (:mod:`harness.document`); bytes depend on content alone: no time of day, rounded
+figures.
 """
 
 from __future__ import annotations

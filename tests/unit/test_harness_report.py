@@ -149,6 +149,7 @@ def test_document_has_the_promised_shape() -> None:
     assert third["status"] == "not run"
     assert "broke" in third["detail"]["problem"]
     assert json.loads(document.text(whole)) == whole
+    assert report.files(json.loads(document.text(whole))) == report.files(whole)
 
 
 def test_the_verdict_follows_from_the_rule_not_from_the_experiment() -> None:
