@@ -118,6 +118,55 @@ def gate(
     sys.exit(run.gate(path, base=base, policy=policy, budget_minutes=budget_minutes))
 
 
+@cli.command()
+@click.argument("dataset")
+@click.option("--runs", type=click.IntRange(min=1), default=3, show_default=True, help="Gradings of each patch.")
+@click.option("--concurrency", type=click.IntRange(min=1), default=2, show_default=True)
+@click.option("--provider", default="bubblewrap", show_default=True, help="Sandbox to grade in.")
+def qualify(dataset: str, runs: int, concurrency: int, provider: str) -> None:
+    """Qualify the tasks of DATASET, such as micro:rl: the gold patch must pass every run, the empty one fail every run.
+
+    What does not qualify is quarantined with its reason: no rollout is given it. Exit code 1 when there is any."""
+    from farm.suites.qualify import qualify_source
+
+    found = qualify_source(dataset, runs=runs, provider=provider, concurrency=concurrency, say=click.echo)
+    click.echo(
+        f"gold {runs}/{runs} and empty 0/{runs}: {found.qualified} of {found.tasks} tasks; results: {found.path}"
+    )
+    for one in found.quarantined:
+        click.echo(f"quarantined {one.instance_id}: gold {one.gold_passed}/{one.runs}: {one.reason}")
+    sys.exit(1 if found.quarantined else 0)
+
+
+@cli.command()
+@click.argument("run_path", metavar="RUN", type=_PATH)
+@click.option("--limit", type=click.IntRange(min=1), help="Only the first N graded episodes.")
+@click.option("--concurrency", type=click.IntRange(min=1), default=2, show_default=True)
+@click.option("--out", type=_PATH, help="Write every episode, then and now, as JSON.")
+def regrade(run_path: Path, limit: int | None, concurrency: int, out: Path | None) -> None:
+    """Grade the patches that RUN's trajectories hold anew, without generating, and compare test by test.
+
+    Exit code 0: all came out as they did then; 1: one did not."""
+    from dataclasses import asdict
+
+    from farm.durable import write_json
+    from farm.run_folder import RunFolder
+    from harness.regrade import regrade as grade_anew
+
+    found = grade_anew(RunFolder.open(run_path), limit=limit, concurrency=concurrency, say=click.echo)
+    if out is not None:
+        write_json(out, asdict(found))
+    differing = [one for one in found.episodes if not one.same]
+    for one in differing:
+        now = one.why or f"resolved {one.before} -> {one.after}; tests that differ: {', '.join(one.tests) or 'none'}"
+        click.echo(f"{one.episode_id[:12]} {one.instance_id}: {now}")
+    click.echo(
+        f"{len(found.episodes) - len(differing)} of {len(found.episodes)} episodes graded alike ({found.gradings} "
+        f"gradings); without tests {found.without_tests}, of tasks that changed since {found.other_tasks}"
+    )
+    sys.exit(1 if differing else 0)
+
+
 def main() -> None:
     """Entry point: a usage error is one line and exit code 2."""
     try:

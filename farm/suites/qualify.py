@@ -15,14 +15,14 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from farm.errors import FarmError, UsageError
 from farm.grader import grading_spec
 from farm.protocols import Grader, SandboxProvider
-from farm.types import Limits, Task
+from farm.types import Evidence, Limits, Task
 
 DATASETS = Path(__file__).parents[2] / "datasets"
 _TRIES = 3  # of one run, when an infrastructure failure ends it
@@ -80,12 +80,13 @@ async def _qualify(task: Task, provider: SandboxProvider, grader: Grader, runs: 
     reason = ""
     for name, patch, expected in [("gold", task.patch, True), ("empty", "", False)] * runs:
         try:
-            resolved, tail = await _grade(task, patch, provider, grader)
+            evidence = await grade_patch(task, patch, provider=provider, grader=grader)
         except FarmError as error:
             reason = f"{name} patch: not gradable: {error.boundary}/{error.kind}: {error}"
             break
-        if resolved != expected:
-            reason = f"{name} patch: {'resolved' if resolved else 'not resolved'} in run {counts[name] + 1}: {tail}"
+        if evidence.resolved != expected:
+            found = "resolved" if evidence.resolved else "not resolved"
+            reason = f"{name} patch: {found} in run {counts[name] + 1}: {evidence.log_tail[-200:]}"
             break
         counts[name] += 1
     return Qualification(
@@ -98,18 +99,19 @@ async def _qualify(task: Task, provider: SandboxProvider, grader: Grader, runs: 
     )
 
 
-async def _grade(task: Task, patch: str, provider: SandboxProvider, grader: Grader) -> tuple[bool, str]:
-    """Whether the patch resolves the task, and the end of its log. Raises FarmError after the last try."""
+async def grade_patch(
+    task: Task, patch: str, *, provider: SandboxProvider, grader: Grader, limits: Limits = _LIMITS
+) -> Evidence:
+    """Grade ``patch`` in a fresh sandbox. An infrastructure failure is tried again; raises FarmError after the last."""
     for left in reversed(range(_TRIES)):
         spec = grading_spec(
-            task, limits=_LIMITS, owner=f"qualify-{os.getpid()}", deadline_at_s=time.time() + _LIMITS.episode_s
+            task, limits=limits, owner=f"grade-{os.getpid()}", deadline_at_s=time.time() + limits.episode_s
         )
         try:
-            async with asyncio.timeout(_LIMITS.episode_s), provider.open(spec) as sandbox:
-                evidence = await grader.grade(task, patch, sandbox=sandbox, limits=_LIMITS)
-                return evidence.resolved, evidence.log_tail[-200:]
+            async with asyncio.timeout(limits.episode_s), provider.open(spec) as sandbox:
+                return await grader.grade(task, patch, sandbox=sandbox, limits=limits)
         except TimeoutError as error:
-            failure = FarmError(f"no grade within {_LIMITS.episode_s:g} s", kind="timeout")
+            failure = FarmError(f"no grade within {limits.episode_s:g} s", kind="timeout")
             failure.__cause__ = error
         except FarmError as error:
             failure = error
@@ -140,11 +142,53 @@ def write(path: Path, results: Iterable[Qualification]) -> None:
     fresh.replace(path)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """Where a task source stands: ``qualified`` of its ``tasks`` passed in ``runs`` runs or more; ``quarantined`` holds
+    the results of the others. ``path`` is the file with all results."""
+
+    tasks: int
+    qualified: int
+    runs: int
+    quarantined: tuple[Qualification, ...]
+    path: Path
+
+
+def qualify_source(
+    spec: str,
+    *,
+    runs: int,
+    provider: str = "bubblewrap",
+    concurrency: int = 2,
+    say: Callable[[str], None] = print,
+) -> Summary:
+    """Qualify what is not qualified yet of the tasks that ``spec`` names, and put the results beside the split.
+
+    Raises ``UsageError`` for an unknown source or provider."""
     from farm.grader import make_grader
     from farm.sandbox import make_provider
     from farm.tasks import load_tasks
 
+    if min(runs, concurrency) < 1:
+        raise UsageError("--runs and --concurrency must be at least 1")
+    tasks = load_tasks(spec, quarantined=True)
+    path = results_path(spec)
+    known = read(path)
+    left = [task for task in tasks if not _is_qualified(task, known, runs)]
+    say(f"{len(left)} of {len(tasks)} tasks to qualify in {runs} runs each")
+    asyncio.run(_qualify_into(path, left, make_provider(provider), make_grader("tests"), runs, concurrency, say))
+    known = read(path)
+    good = {task.instance_id for task in tasks if _is_qualified(task, known, runs)}
+    return Summary(
+        tasks=len(tasks),
+        qualified=len(good),
+        runs=runs,
+        quarantined=tuple(known[task.instance_id] for task in tasks if task.instance_id not in good),
+        path=path,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m farm.suites.qualify", description="Qualify the tasks of SPEC.")
     parser.add_argument("spec", metavar="SPEC", help="a task source, such as micro:benchmark")
     parser.add_argument("--runs", type=int, required=True, help="gradings of each of the two patches")
@@ -152,25 +196,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--concurrency", type=int, default=2)
     chosen = parser.parse_args(arguments)
     try:
-        if min(chosen.runs, chosen.concurrency) < 1:
-            raise UsageError("--runs and --concurrency must be at least 1")
-        tasks = load_tasks(chosen.spec, quarantined=True)
-        provider, grader, path = make_provider(chosen.provider), make_grader("tests"), results_path(chosen.spec)
-        known = read(path)
-        left = [task for task in tasks if not _is_qualified(task, known, chosen.runs)]
-        print(f"{len(left)} of {len(tasks)} tasks to qualify in {chosen.runs} runs each")
-        asyncio.run(_qualify_into(path, left, provider, grader, chosen.runs, chosen.concurrency))
+        found = qualify_source(chosen.spec, runs=chosen.runs, provider=chosen.provider, concurrency=chosen.concurrency)
     except FarmError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    known = read(path)
-    good = sum(_is_qualified(task, known, chosen.runs) for task in tasks)
-    print(f"{good} of {len(tasks)} tasks qualified: {path}")
+    print(f"{found.qualified} of {found.tasks} tasks qualified: {found.path}")
     return 0
 
 
 async def _qualify_into(
-    path: Path, tasks: Sequence[Task], provider: SandboxProvider, grader: Grader, runs: int, concurrency: int
+    path: Path,
+    tasks: Sequence[Task],
+    provider: SandboxProvider,
+    grader: Grader,
+    runs: int,
+    concurrency: int,
+    say: Callable[[str], None],
 ) -> None:
     """In batches, so that what is done is kept when this is interrupted."""
     for first in range(0, len(tasks), _BATCH):
@@ -179,7 +220,7 @@ async def _qualify_into(
         write(path, results)
         for result in results:
             if not result.qualified:
-                print(f"quarantined {result.instance_id}: {result.reason}", file=sys.stderr)
+                say(f"quarantined {result.instance_id}: {result.reason}")
 
 
 def _is_qualified(task: Task, results: Mapping[str, Qualification], runs: int) -> bool:

@@ -159,6 +159,20 @@ def test_quarantined_tasks_are_not_loaded(tmp_path: Path) -> None:
     assert [t.instance_id for t in task_sources.load_tasks(spec, quarantined=True)] == ["a", "b", "c"]
 
 
+def test_a_source_is_qualified_and_what_is_not_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    texts = ("repo", "base_commit", "patch", "test_patch", "problem_statement", "version", "eval_script")
+    row = dict.fromkeys(texts, "x") | {"image": "i", "log_parser": "nope", "FAIL_TO_PASS": ["t"], "PASS_TO_PASS": []}
+    path.write_text("".join(json.dumps(row | {"instance_id": name}) + "\n" for name in "ab"))
+    said: list[str] = []
+    found = qualify.qualify_source(f"swebench:{path}", runs=2, provider="fake", say=said.append)
+    assert (found.tasks, found.qualified, found.runs) == (2, 0, 2)
+    assert [one.instance_id for one in found.quarantined] == ["a", "b"]
+    assert "log parser 'nope' is unknown" in found.quarantined[0].reason
+    assert said[0] == "2 of 2 tasks to qualify in 2 runs each"
+    assert said[1].startswith("quarantined a: gold patch: not gradable")
+
+
 @pytest.mark.parametrize("arguments", [["nope", "--runs", "1"], ["micro:rl", "--runs", "0"]])
 def test_command_refuses_bad_input(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert qualify.main(arguments) == 2
