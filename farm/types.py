@@ -14,6 +14,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any
 
 
@@ -126,7 +127,12 @@ class Episode:
 
     @property
     def id(self) -> str:
-        return content_digest([self.task.instance_id, self.group_id, self.index, self.seed])
+        return _episode_id(self.task.instance_id, self.group_id, self.index, self.seed)
+
+
+@lru_cache(maxsize=16_384)  # the dispatcher asks for the id of what is in flight again and again
+def _episode_id(instance_id: str, group_id: str, index: int, seed: int) -> str:
+    return content_digest([instance_id, group_id, index, seed])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
