@@ -120,8 +120,16 @@ def _attempt(run: Callable[[], object], name: str, lab: Lab) -> str:
     except Exception as error:
         lab.console.print(f"[red]{name} broke[/]")
         lab.console.print(traceback.format_exc(), markup=False)
-        return f"broke: {type(error).__name__}: {error}"[:_PROBLEM_LENGTH]
+        return _told(error, lab)
     return ""
+
+
+def _told(error: Exception, lab: Lab) -> str:
+    """What broke, for the report: without where the checkout lies."""
+    words = f"broke: {type(error).__name__}: {error}"
+    for folder in (lab.folder.absolute(), ROOT):
+        words = words.replace(f"{folder}/", "")
+    return words[:_PROBLEM_LENGTH]
 
 
 def _keep(lab: Lab, folder: Path, problems: Mapping[str, str], chosen: set[str]) -> None:
@@ -155,6 +163,5 @@ def _row(claim: Claim, lab: Lab, problem: str, twin: Mapping[str, Any] | None) -
     except StageError as error:
         return Row(claim=claim, measurement=None, problem=f"not run: {error}", twin=twin)
     except Exception as error:
-        why = f"broke: {type(error).__name__}: {error}"[:_PROBLEM_LENGTH]
-        return Row(claim=claim, measurement=None, problem=why, twin=twin, stages=tuple(lab.used))
+        return Row(claim=claim, measurement=None, problem=_told(error, lab), twin=twin, stages=tuple(lab.used))
     return Row(claim=claim, measurement=measurement, twin=twin, stages=tuple(lab.used))

@@ -108,6 +108,10 @@ def test_the_report_is_what_its_kept_logs_give(tmp_path: Path) -> None:
     assert views.show_report(folder, rebuild=False, verify=True, stages=None) == 1
     assert views.show_report(folder, rebuild=True, verify=False, stages=None) == 0
     assert views.show_report(folder, rebuild=False, verify=True, stages=None) == 0
+    kept.unlink()
+    views.show_report(folder, rebuild=True, verify=False, stages=None)
+    problem = document.read(folder)["claims"][0]["detail"]["problem"]
+    assert problem == "broke: FileNotFoundError: [Errno 2] No such file or directory: 'stage-one/number.json'"
     # From the stages themselves, as they were run:
     views.show_report(folder, rebuild=True, verify=False, stages=tmp_path / "build" / "quick")
     assert document.read(folder)["claims"][0]["here"]["value"] == 1.0
