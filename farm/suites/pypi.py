@@ -1,7 +1,7 @@
 """Tasks from real packages: a pinned source distribution with one injected bug, graded by the package's own tests.
 
 ``datasets/pypi`` holds only facts (which release, where the bug is, which tests notice it). The code itself is fetched
-with pip at set-up, so that the person's own index configuration is honoured, and is checked against the pinned digest.
+at set-up from the index that pip is configured for, checked against the pinned digest, and runs in sandboxes only.
 
 ``python -m farm.suites.pypi fetch`` fills the cache; ``... make`` makes the rows anew.
 """
@@ -13,9 +13,7 @@ import hashlib
 import json
 import re
 import shlex
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,13 +23,13 @@ from typing import Any
 from farm.errors import FarmError, UsageError
 from farm.suites import sdist
 from farm.suites.operators import Mutation, source_lines
+from farm.suites.package_index import PackageIndexes
 from farm.suites.patch import unified
 from farm.types import SdistFiles, Task
 
 DATASET = Path(__file__).parents[2] / "datasets" / "pypi"
 WORKDIR = "/testbed"
 _MAX_SUPPORT_BYTES = 64 << 10
-_FETCH_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +46,7 @@ class Source:
 
 
 def sources() -> dict[str, Source]:
-    """All pinned packages by name, from ``requirements.txt`` (read by pip as well) and ``sources.json``."""
+    """All pinned packages by name, from ``requirements.txt`` (in pip's hash-checking form) and ``sources.json``."""
     pins = re.findall(
         r"^(\S+)==(\S+) --hash=sha256:(\w{64})$", (DATASET / "requirements.txt").read_text(), re.MULTILINE
     )
@@ -191,32 +189,17 @@ def _is_support(path: str, data: bytes) -> bool:
     return True
 
 
-def fetch() -> int:
-    """Download what is missing; how many were. Raises FarmError when pip can't get one of them.
+def fetch(indexes: PackageIndexes | None = None) -> int:
+    """Download what is missing; how many were. ``indexes``: default: as pip is configured here.
 
-    pip asks the build back end of what it downloads for its metadata, on this machine, not in a sandbox. All pinned
-    releases use flit, which reads it from their static description and imports the package at most for its version.
-    """
+    Nothing of a package is run. Raises FarmError when one can't be had."""
     missing = [source for source in sources().values() if not _is_cached(source.sha256)]
     if not missing:
         return 0
-    cache = sdist.cache_dir()
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache) as folder:
-        pins = Path(folder) / "pins.txt"
-        pins.write_text("".join(f"{s.package}=={s.version} --hash=sha256:{s.sha256}\n" for s in missing))
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        command += ["--no-binary", ",".join(s.package for s in missing), "--require-hashes"]
-        command += ["--dest", folder, "--requirement", str(pins)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_FETCH_S, check=False)
-        if done.returncode:
-            raise FarmError(
-                f"pip could not fetch {', '.join(s.package for s in missing)}: {done.stderr.strip()[-500:]}"
-            )
-        for path in Path(folder).glob("*.tar.gz"):
-            path.replace(sdist.archive_path(hashlib.sha256(path.read_bytes()).hexdigest()))
-    if lost := [source.package for source in missing if not _is_cached(source.sha256)]:
-        raise FarmError(f"pip did not deliver the pinned source distribution of {', '.join(lost)}")
+    indexes = indexes or PackageIndexes.from_pip()
+    sdist.cache_dir().mkdir(parents=True, exist_ok=True)
+    for source in missing:
+        sdist.store(source.sha256, indexes.fetch(source.package, source.version, source.sha256))
     return len(missing)
 
 
@@ -240,7 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from farm.suites import pypi_make
 
             pypi_make.make(seed=chosen.seed, packages=chosen.package or sorted(sources()))
-    except (FarmError, OSError, subprocess.TimeoutExpired) as error:
+    except (FarmError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

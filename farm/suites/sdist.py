@@ -12,6 +12,7 @@ import tarfile
 from functools import lru_cache
 from pathlib import Path
 
+from farm.durable import temporary_name
 from farm.errors import UsageError
 from farm.types import SdistFiles
 
@@ -27,6 +28,14 @@ def cache_dir() -> Path:
 
 def archive_path(sha256: str) -> Path:
     return cache_dir() / f"{sha256}.tar.gz"
+
+
+def store(sha256: str, data: bytes) -> None:
+    """Put a distribution into the cache, whole or not at all. Its digest must have been checked."""
+    path = archive_path(sha256)
+    temporary = path.with_name(temporary_name(path.name))
+    temporary.write_bytes(data)
+    temporary.replace(path)
 
 
 @lru_cache(maxsize=8)
