@@ -97,7 +97,12 @@ def show(made: Mapping[str, Any], console: Console) -> None:
 
 def _plan(chosen: Sequence[Claim]) -> list[str]:
     stages = [stage for claim in chosen for stage in experiments.STAGES.get(claim.experiment or "", ())]
-    return [*dict.fromkeys(stages), TWIN]
+    return [*dict.fromkeys(stages), *([TWIN] if _predicted(chosen) else [])]
+
+
+def _predicted(chosen: Sequence[Claim]) -> bool:
+    """Whether the twin has a say in any of them."""
+    return any(not claim.twin for claim in chosen)
 
 
 def _run(chosen: Sequence[Claim], lab: Lab) -> dict[str, str]:
@@ -107,7 +112,7 @@ def _run(chosen: Sequence[Claim], lab: Lab) -> dict[str, str]:
         experiment = experiments.load(claim)
         if experiment is not None and (problem := _attempt(partial(experiment, lab), claim.id, lab)):
             problems[claim.id] = problem
-    if problem := _attempt(partial(twin_cells, lab), TWIN, lab):
+    if _predicted(chosen) and (problem := _attempt(partial(twin_cells, lab), TWIN, lab)):
         problems[TWIN] = problem
     return problems
 
