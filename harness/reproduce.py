@@ -85,10 +85,9 @@ def show(made: Mapping[str, Any], console: Console) -> None:
     """The claim table, on a terminal."""
     from rich.table import Table
 
-    words = sections.claims(made)
-    table = Table(*words.head, box=None)
-    for row in words.rows:
-        table.add_row(*row)
+    table = Table(*sections.claims(made).head, box=None)
+    for row in made["claims"]:
+        table.add_row(row["id"], sections.here(row), sections.twin(row), sections.reported(row), row["status"])
     console.print(table, markup=False)
 
 
