@@ -48,7 +48,7 @@ def within(lab: Lab) -> Measurement:
                 }
                 for check in found["checks"]
             },
-            "went_in": "speeds of the parts, what each episode did, and the CPU around an attempt "
+            "went_in": "speeds of the parts, what each episode did, and the CPU around a turn "
             f"({found['overhead_cpu_s']:.3g} s), fitted on the evaluation of the base policy",
         },
         sources=sources(run) + sources(fit_on),

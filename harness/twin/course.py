@@ -85,7 +85,6 @@ class Course:
         self._unreadable = 0
         self._request: Request | None = None
         self._deadline_s = float("inf")
-        self._start_asked_s = 0.0
         self._asked_s = 0.0
         self.episode = episode
         self.episode_id = episode_id
@@ -104,7 +103,8 @@ class Course:
         self.engine_wait_s = 0.0
         self.start_s: list[float] = []
         self.started_at_s = site.clock.now_s
-        self._after_cpu(site.overheads.attempt_cpu_s, self._open)
+        self._start_asked_s = self.started_at_s
+        site.sandboxes.start(script.chances[0], self._opened, None)
 
     @property
     def turns(self) -> int:
@@ -139,17 +139,6 @@ class Course:
 
     # ------------------------------------------------------------------------------------- sandboxes
 
-    def _after_cpu(self, work_s: float, action: Callable[[None], None]) -> None:
-        cpu = self._site.cpu
-        if work_s and cpu is not None:
-            cpu.run_job(work_s, action)
-        else:
-            action(None)
-
-    def _open(self, _: None) -> None:
-        self._start_asked_s = self._site.clock.now_s
-        self._site.sandboxes.start(self._script.chances[0], self._opened, None)
-
     def _opened(self, _: None) -> None:
         if self.over:
             return
@@ -166,9 +155,9 @@ class Course:
     def _next_turn(self, _: None) -> None:
         if self.over:
             return
-        overhead_s = self._site.overheads.turn_cpu_s
-        if overhead_s:
-            self._after_cpu(overhead_s, self._generate)
+        overhead_s, cpu = self._site.overheads.turn_cpu_s, self._site.cpu
+        if overhead_s and cpu is not None:
+            cpu.run_job(overhead_s, self._generate)
         else:
             self._generate(None)
 

@@ -2,8 +2,10 @@
 
 In go the speeds of the parts (``make bench``), what commands cost in CPU, the CPU of driver and workers, how long
 publishing takes, and what each episode did. Out come throughput and step time, which are compared with the run's own.
-One constant can't be read off any counter: the CPU that farm, workers and operating system spend around an attempt. It
-is fitted on another run (an evaluation, where nobody trains), never on the one that is predicted.
+One constant can't be read off any counter: the CPU that farm, workers and operating system spend around a turn. It is
+fitted on another run (an evaluation, where nobody trains), never on the one that is predicted. It is taken by the turn,
+not by the attempt: requests, observations and rows grow with the turns, and two policies whose episodes differ in
+length gave the same figure by the turn.
 """
 
 from __future__ import annotations
@@ -38,8 +40,6 @@ _FIT_TRIES = 8
 _FIT_PRECISION = 0.01
 _MAX_BATCH = 256
 _CONCURRENCIES = (1, 8, 32)
-_TURN_SHARE = 0.5
-"""Of what farm and workers spend on an attempt: the part that is spread over its turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    """``holds``: every figure is within 15 %. ``overhead_cpu_s``: the fitted constant, for one attempt."""
+    """``holds``: every figure is within 15 %. ``overhead_cpu_s``: the fitted constant, for one turn."""
 
     checks: tuple[Check, ...]
     overhead_cpu_s: float
@@ -151,12 +151,13 @@ def _figure(bench: Mapping[str, Mapping[str, Any]], name: str) -> float:
 
 
 def _fit(run: Path, machine: Machine, workers: int) -> float:
-    """CPU around one attempt, such that the twin takes as long as the rollout-only run did."""
+    """CPU around one turn, such that the twin takes as long as the rollout-only run did."""
     trajectories = landed(run)
     if not trajectories:
         raise UsageError(f"{run}: no trajectory has landed, so nothing can be fitted on it")
     measured_s = max(t.ended_at_s for t in trajectories) - min(t.started_at_s for t in trajectories)
-    low, high = 0.0, 4.0 * machine.cores * measured_s / len(trajectories)
+    turns = sum(len(t.turns) for t in trajectories)
+    low, high = 0.0, 4.0 * machine.cores * measured_s / max(1, turns)
     overhead_s = high / 8
     for _ in range(_FIT_TRIES):
         result = simulate(_scenario(run, trajectories, machine, overhead_s, workers, lines=None))
@@ -182,7 +183,6 @@ def _scenario(
     trained = lines is not None
     plan = RecordedPlan(trajectories, config.limits.limits, repeat=trained)
     cost = command_cost(trajectories)
-    turns = statistics.fmean(len(t.turns) for t in trajectories)
 
     def make(clock: Clock, cpu: Cpu | None) -> Sandboxes:
         assert cpu is not None
@@ -210,9 +210,7 @@ def _scenario(
         seal_rows=config.log.seal_rows,
         trainer=_trainer(lines, machine) if lines is not None else None,
         rules=batch_rules(json.loads((run / "config.json").read_text()), where=str(run)) if trained else None,
-        overheads=Overheads(
-            attempt_cpu_s=overhead_s * (1.0 - _TURN_SHARE), turn_cpu_s=overhead_s * _TURN_SHARE / max(1.0, turns)
-        ),
+        overheads=Overheads(turn_cpu_s=overhead_s),
         horizon_s=1e6,
         stop_after_steps=len(lines) if lines is not None else None,
     )

@@ -33,7 +33,9 @@ RETRACT_STEPS = 20
 CLIP_NEW_TOKENS = 4096
 MAX_RUNNING = 1024
 _QUEUE_CHECK_STEPS = 50  # with requests waiting, admission is looked at again after so many steps
-_TINY = 1e-9
+_DUE_STEPS = 1e-6  # rounding of the time must not put off what is due
+_FULL_TOKENS = 1e-5
+_TINY_S = 1e-9
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -196,19 +198,22 @@ class EngineModel:
 
     def _settle(self) -> None:
         """Everything that follows from the present state: finishes, admissions, evictions, the next event."""
-        if self._running:
+        finishes = self._finishes
+        if finishes and finishes[0][0] <= self._steps + _DUE_STEPS:
             self._finish_due()
+        if self.capacity_tokens - self._tokens <= _FULL_TOKENS:
             self._make_room()
-        if self._waiting and not self._paused:
+        waiting, totals = self._waiting, self.totals
+        if waiting and not self._paused:
             self._admit()
-        totals = self.totals
-        if self._tokens > totals.peak_use * self.capacity_tokens:
-            totals.peak_use = self._tokens / self.capacity_tokens
-        if len(self._waiting) > totals.peak_queued and not self._paused:
-            totals.peak_queued = len(self._waiting)
-        if self._kept_tokens + self._tokens > self.capacity_tokens:
+            if len(waiting) > totals.peak_queued:
+                totals.peak_queued = len(waiting)
+        tokens, capacity = self._tokens, self.capacity_tokens
+        if tokens > totals.peak_use * capacity:
+            totals.peak_use = tokens / capacity
+        if self._kept_tokens + tokens > capacity:
             self._evict()
-        if bool(self._running) != self._is_busy:
+        if self._is_busy is not bool(self._running):
             self._is_busy = not self._is_busy
             self.timeline.busy(1.0 if self._is_busy else -1.0)
         self._schedule()
@@ -248,12 +253,12 @@ class EngineModel:
 
     def _finish_due(self) -> None:
         finishes = self._finishes
-        due = self._steps + 1e-6
+        due = self._steps + _DUE_STEPS
         while finishes and (finishes[0][0] <= due or finishes[0][1] not in self._running):
             request = self._running.get(heapq.heappop(finishes)[1])
             if request is None:
                 continue
-            if self._at_s > self.timeline.now_s + _TINY:
+            if self._at_s > self.timeline.now_s + _TINY_S:
                 heapq.heappush(finishes, (self._steps, request._entry))  # its first token is still being computed
                 return
             self._leave(request)
@@ -288,8 +293,6 @@ class EngineModel:
 
     def _make_room(self) -> None:
         """Retract when the cache is full: who has sampled least first, the longest of those."""
-        if self.capacity_tokens - self._tokens > len(self._running) * _TINY + 1e-6:
-            return
         while len(self._running) > 1 and self.capacity_tokens - self._tokens < RETRACT_STEPS * len(self._running):
             victim = min(self._running.values(), key=lambda r: (self.sampled_by(r), -r.tokens))
             self._leave(victim)
@@ -300,7 +303,7 @@ class EngineModel:
             sampled = sum(self.sampled_by(r) for r in self._running.values())
             self._ratio = min(1.0, (sampled + RETRACT_STEPS * len(self._running)) / (wanted + 1))
             self._ratio_at = self._steps
-        if len(self._running) == 1 and self.capacity_tokens - self._tokens <= 1e-6:
+        if len(self._running) == 1 and self.capacity_tokens - self._tokens <= _FULL_TOKENS:
             (last,) = self._running.values()  # alone and still too long: SGLang aborts it
             self._leave(last)
             last.aborted = last.cut = True

@@ -65,6 +65,10 @@ class FleetModel:
             retracted_total=sum(engine.totals.retracted for engine in engines),
         )
 
+    def highest_use(self) -> float:
+        """Of the fullest engine, as a share of its KV capacity."""
+        return max(engine.used_tokens for engine in self.engines.values()) / self._settings.capacity_tokens
+
     # ------------------------------------------------------------------------------------- policies
 
     def want(self, version: PolicyVersion) -> None:

@@ -87,7 +87,7 @@ def answer(question: Question) -> Answer:
     span_s = result.ended_at_s - result.warm_up_s
     busy = sum(engine.busy_s for engine in result.engines) / (span_s * len(result.engines))
     admitted = question.engines * int(capacity * scenario.engines.overcommit // cap)
-    in_flight = [count for at_s, count in result.in_flight if at_s >= _WARM_UP_S]
+    in_flight = [count for _, count in result.in_flight]
     step_s, train_s = result.step_s(), _median([step.train_s for step in result.steps])
     hourly = _hourly(question, inputs)
     per_hour = result.per_hour()

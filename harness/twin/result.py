@@ -7,7 +7,7 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from farm.dispatch import Counts
@@ -32,7 +32,9 @@ class Landing:
 
 @dataclass(slots=True, kw_only=True)
 class Result:
-    """``rows``: how many rows the log has of each episode (one); ``in_flight``: (time, attempts) at each look."""
+    """``rows``: how many rows the log has of each episode (one). At each look of the driver, from the warm-up on:
+    ``in_flight`` attempts, and the highest KV use of an engine (``uses``, shares), as a scrape of its metrics sees it;
+    both with their time."""
 
     name: str
     warm_up_s: float = 0.0
@@ -44,6 +46,7 @@ class Result:
     steps: list[StepRecord] = field(default_factory=list)
     engines: list[EngineTotals] = field(default_factory=list)
     in_flight: list[tuple[float, int]] = field(default_factory=list)
+    uses: list[tuple[float, float]] = field(default_factory=list)
     live: list[tuple[int, float]] = field(default_factory=list)
     counts: Counts | None = None
 
@@ -65,7 +68,12 @@ class Result:
         return statistics.median(found) if found else float("nan")
 
     def peak_use(self) -> float:
+        """The highest share of the KV capacity in use at any moment."""
         return max((engine.peak_use for engine in self.engines), default=0.0)
+
+    def peak_seen(self) -> float:
+        """The highest share of the KV capacity that any look at any engine saw."""
+        return max((use for _, use in self.uses), default=0.0)
 
     def mean_use(self) -> float:
         """Mean share of the KV capacity in use, over engines and time."""
@@ -81,11 +89,15 @@ class Result:
 
     def digest(self) -> str:
         """Of everything in it: equal scenarios give equal digests."""
-        value: dict[str, Any] = asdict(self)
-        return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+        value = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        return hashlib.sha256(json.dumps(value, sort_keys=True, default=_plain).encode()).hexdigest()
 
     def _warm(self) -> list[Landing]:
         return [landing for landing in self.landings if landing.at_s >= self.warm_up_s]
+
+
+def _plain(record: Any) -> dict[str, Any]:
+    return asdict(record)
 
 
 def _mean(values: Sequence[float]) -> float:

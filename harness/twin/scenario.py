@@ -30,11 +30,9 @@ class Engines:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overheads:
-    """CPU seconds on the shared host beside engine, sandboxes and trainer; zero at a scale where they do not matter.
+    """``turn_cpu_s``: CPU seconds on the shared host around one turn, beside engine, sandboxes and trainer; zero at a
+    scale where it does not matter."""
 
-    ``attempt_cpu_s`` is driver, scheduler and worker for one attempt, ``turn_cpu_s`` the worker's for one turn."""
-
-    attempt_cpu_s: float = 0.0
     turn_cpu_s: float = 0.0
 
 

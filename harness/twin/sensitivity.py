@@ -1,18 +1,17 @@
 """How far each prediction moves when an input is a fifth higher or lower: one input at a time, same seed.
 
 The ranges are kept in ``sensitivity.json`` beside the digest of what they were computed from, because they take some
-hundred simulations; `harness twin --sensitivity` makes them anew. As shares of the figure at the inputs themselves they
-apply to a longer simulation, too.
+hundred simulations; `python -m harness.twin sensitivity` makes them anew. As shares of the figure at the inputs
+themselves they apply to a longer simulation, too.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from farm.errors import UsageError
 from harness.twin import calibration
@@ -47,27 +46,35 @@ class Ranges:
         return sorted((n for n in moved if moved[n] > 0.005), key=lambda n: (-moved[n], n))[:_STRONGEST]
 
 
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Which figures to find with these inputs."""
+
+    inputs: Inputs
+    figures: tuple[str, ...]
+
+
 def compute(
-    figures: Mapping[str, Callable[[Any], float]],
-    runs: Callable[[Inputs], Any],
+    figures: Collection[str],
+    find: Callable[[Job], dict[str, float]],
     inputs: Inputs,
     *,
+    each: Callable[[Callable[[Job], dict[str, float]], list[Job]], Iterable[dict[str, float]]] = map,
     report: Callable[[str], None] = lambda _: None,
 ) -> Ranges:
-    """``runs`` makes what the figures are read off; see :mod:`harness.twin.predictions`."""
-    base_runs = runs(inputs)
-    base = {name: figure(base_runs) for name, figure in figures.items()}
-    spans: dict[str, dict[str, tuple[float, float]]] = {name: {} for name in figures}
+    """``find`` gives the figures of a job; ``each`` maps it over the jobs, in order (a pool's map will do)."""
     names = [name for name in inputs.entries if name not in _THRASH_ONLY]
+    moves = [(name, factor) for name in names for factor in (1.0 - CHANGE, 1.0 + CHANGE)]
+    jobs = [Job(inputs, tuple(figures))]
+    jobs += [Job(inputs.scaled(n, factor), tuple(f for f in figures if _may_move(f, n))) for n, factor in moves]
+    found = iter(each(find, jobs))
+    base = next(found)
+    spans: dict[str, dict[str, tuple[float, float]]] = {figure: {} for figure in figures}
     for number, name in enumerate(names, start=1):
+        low, high = next(found), next(found)
+        for figure in low:
+            spans[figure][name] = (round(low[figure] / base[figure], 4), round(high[figure] / base[figure], 4))
         report(f"[{number}/{len(names)}] {name}")
-        wanted = [figure for figure in figures if _may_move(figure, name)]
-        sides = []
-        for factor in (1.0 - CHANGE, 1.0 + CHANGE):
-            moved = runs(inputs.scaled(name, factor))
-            sides.append({figure: figures[figure](moved) for figure in wanted})
-        for figure in wanted:
-            spans[figure][name] = tuple(round(side[figure] / base[figure], 4) for side in sides)  # type: ignore[assignment]
     return Ranges(spans)
 
 
@@ -95,7 +102,9 @@ def stored(path: Path = STORED) -> Ranges | None:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise UsageError(f"{path}: not JSON ({error}); make it anew with `harness twin --sensitivity`") from None
+        raise UsageError(
+            f"{path}: not JSON ({error}); make it anew with `python -m harness.twin sensitivity`"
+        ) from None
     if document.get("digest") != digest():
         return None
     return Ranges({f: {n: (low, high) for n, (low, high) in pairs.items()} for f, pairs in document["spans"].items()})

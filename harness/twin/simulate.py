@@ -84,6 +84,7 @@ class _World:
 
     def run(self, warm_up_s: float) -> Result:
         scenario, clock = self._scenario, self._clock
+        self._result.warm_up_s = warm_up_s
         if self._learner is not None:
             self._handle(Published(step=0, consumed_groups=0))
         self._scale(None)
@@ -262,7 +263,9 @@ class _World:
                 self._flights, self._fleet.view(), slots=slots, rules=FlightRules(), now_s=now_s
             )
             slots = min(slots, self._flights.target)
-        self._result.in_flight.append((now_s, len(self._courses)))
+        if now_s >= self._result.warm_up_s:
+            self._result.in_flight.append((now_s, len(self._courses)))
+            self._result.uses.append((now_s, self._fleet.highest_use()))
         self._handle(Capacity(slots=slots))
         self._clock.at(now_s + scenario.intervals.scale_s, self._scale, None)
 

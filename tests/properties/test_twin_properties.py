@@ -1,4 +1,4 @@
-"""Whole farms in virtual time: nothing is lost or doubled, no engine overflows, nobody starves; same seed is same bytes."""
+"""Whole farms in virtual time: nothing is lost or doubled, no engine overflows, nobody starves, no luck in it."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _scenario(
         if trains
         else None,
         rules=BatchRules(groups_per_step=2, min_attempts=2, max_staleness=1) if trains else None,
-        overheads=Overheads(attempt_cpu_s=0.05, turn_cpu_s=0.01) if shared else Overheads(),
+        overheads=Overheads(turn_cpu_s=0.01) if shared else Overheads(),
         guarded=guarded,
         fault_rate=faults,
         fault_seed=seed,
@@ -114,7 +114,7 @@ def _scenario(
     )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     seed=st.integers(0, 1000),
     engines=st.integers(1, 3),

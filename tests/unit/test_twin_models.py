@@ -321,19 +321,19 @@ def _episodes(count: int) -> list[list[Episode]]:
 
 
 def test_two_attempts_spread_as_the_calibration_says() -> None:
-    workload = _workload(turns_median=200.0)
+    workload = _workload(turns_median=60.0)
     ratios = []
-    for pair in _episodes(1500):
+    for pair in _episodes(600):
         short, long = sorted(len(workload.script(e, 1).outputs) for e in pair)
         ratios.append(long / short)
-    assert sorted(ratios)[int(0.9 * len(ratios))] == pytest.approx(2.5, rel=0.08)
+    assert sorted(ratios)[int(0.9 * len(ratios))] == pytest.approx(2.5, rel=0.12)
 
 
 def test_the_means_are_the_ones_asked_for() -> None:
-    scripts = [_workload().script(e, 1) for pair in _episodes(800) for e in pair]
+    scripts = [_workload().script(e, 1) for pair in _episodes(300) for e in pair]
     outputs = [tokens for script in scripts for tokens in script.outputs]
-    assert sum(outputs) / len(outputs) == pytest.approx(50, rel=0.05)
-    assert sum(script.reward for script in scripts) / len(scripts) == pytest.approx(0.2, abs=0.04)
+    assert sum(outputs) / len(outputs) == pytest.approx(50, rel=0.06)
+    assert sum(script.reward for script in scripts) / len(scripts) == pytest.approx(0.2, abs=0.06)
     assert max(s for script in scripts for s in script.commands_s) <= 60.0
 
 
@@ -344,6 +344,6 @@ def test_a_script_depends_on_episode_and_attempt_alone() -> None:
 
 
 def test_some_turns_run_away() -> None:
-    scripts = [_workload(runaway=0.01).script(e, 1) for pair in _episodes(200) for e in pair]
+    scripts = [_workload(runaway=0.01).script(e, 1) for pair in _episodes(100) for e in pair]
     turns = [tokens for script in scripts for tokens in script.outputs]
-    assert sum(tokens == ENDLESS for tokens in turns) / len(turns) == pytest.approx(0.01, abs=0.004)
+    assert sum(tokens == ENDLESS for tokens in turns) / len(turns) == pytest.approx(0.01, abs=0.005)
