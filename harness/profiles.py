@@ -79,7 +79,7 @@ _QUICK_S: dict[str, float] = {
 }  # fmt: skip
 _FULL_S: dict[str, float] = {
     "eval": 40, "sft": 30, "rl": 400, "compare": 70, "cap": 80, "infra": 40, "sandbox": 15, "throughput": 60, "kv": 45,
-    "restart": 240, "disjoint": 5,
+    "restart": 240, "disjoint": 5, "twin": 150, "twin-check": 60,
 }  # fmt: skip
 
 QUICK = Profile(

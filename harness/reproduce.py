@@ -19,7 +19,7 @@ from rich.console import Console
 from farm import __version__
 from farm.durable import write_json
 from farm.errors import UsageError
-from harness import back_ends, claims, document, evidence, experiments, report, sections
+from harness import back_ends, claims, document, evidence, experiments, report, sections, twin_cells
 from harness.claims import Claim
 from harness.document import Row
 from harness.lab import Lab, StageError
@@ -27,7 +27,6 @@ from harness.profiles import Profile, profile
 from harness.provenance import ROOT, provenance
 from harness.stage_facts import stage_facts
 from harness.twin_cells import STAGE as TWIN
-from harness.twin_cells import twin_cells
 
 BUILD = ROOT / "build" / "reproduce"
 REPORTS = ROOT / "reports"
@@ -42,7 +41,7 @@ def reproduce(claim_ids: tuple[str, ...], *, profile_name: str, out: Path | None
     # Only a full run may replace the committed report.
     folder = out or (REPORTS / __version__ if profile_name == "full" else BUILD / profile_name / "report")
     console = Console()
-    lab = Lab(folder=BUILD / profile_name, profile=settings, console=console, plan=_plan(chosen))
+    lab = Lab(folder=BUILD / profile_name, profile=settings, console=console, plan=_plan(chosen, settings))
     problems = _run(chosen, lab)
     _keep(lab, folder, problems, {claim.id for claim in chosen})
     made = rebuild(folder)
@@ -75,7 +74,7 @@ def rebuild(folder: Path) -> dict[str, Any]:
         raise UsageError(f"{logs}: holds no kept logs; `harness reproduce` keeps them beside its report") from None
     name = origin["provenance"]["profile"]
     lab = Lab(folder=logs, profile=profile(name), console=Console(quiet=True), archive=True)
-    cells = twin_cells(lab)
+    cells = twin_cells.twin_cells(lab)
     rows = [_row(claim, lab, origin["problems"].get(claim.id, ""), cells.get(claim.id)) for claim in claims.load()]
     stages = {done.parent.name: stage_facts(done.parent) for done in sorted(logs.glob("*/done.json"))}
     return document.build(rows, version=origin["version"], provenance=origin["provenance"], stages=stages)
@@ -94,9 +93,9 @@ def show(made: Mapping[str, Any], console: Console) -> None:
 # ------------------------------------------------------------------------------------------------ inside
 
 
-def _plan(chosen: Sequence[Claim]) -> list[str]:
+def _plan(chosen: Sequence[Claim], settings: Profile) -> list[str]:
     stages = [stage for claim in chosen for stage in experiments.STAGES.get(claim.experiment or "", ())]
-    return [*dict.fromkeys(stages), *([TWIN] if _predicted(chosen) else [])]
+    return [*dict.fromkeys(stages), *([TWIN] if _predicted(chosen) and twin_cells.wanted(settings) else [])]
 
 
 def _predicted(chosen: Sequence[Claim]) -> bool:
@@ -111,7 +110,7 @@ def _run(chosen: Sequence[Claim], lab: Lab) -> dict[str, str]:
         experiment = experiments.load(claim)
         if experiment is not None and (problem := _attempt(partial(experiment, lab), claim.id, lab)):
             problems[claim.id] = problem
-    if _predicted(chosen) and (problem := _attempt(partial(twin_cells, lab), TWIN, lab)):
+    if _predicted(chosen) and (problem := _attempt(partial(twin_cells.twin_cells, lab), TWIN, lab)):
         problems[TWIN] = problem
     return problems
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness.document import NOT_BUILT
+from harness.document import NOT_BUILT, NOT_RUN
 
 NOTHING = "–"
 _ITEMS = 12
@@ -46,7 +46,7 @@ def twin(claim: Mapping[str, Any]) -> str:
     """The predicted cell with its range and whether it agrees; else why there is none."""
     cell = claim["twin"]
     if cell is None:
-        return NOTHING if claim["detail"].get("no_twin") else "not built"
+        return NOTHING if claim["detail"].get("no_twin") else NOT_RUN
     spread = "" if cell.get("low") is None else f" [{number(cell['low'])}, {number(cell['high'])}]"
     if cell.get("kind") == "calibration":
         return str(cell["text"])

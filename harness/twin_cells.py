@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from harness.lab import Lab, StageError
+from harness.profiles import Profile
 
 STAGE, FILE = "twin", "predictions.json"
 
 
+def wanted(profile: Profile) -> bool:
+    return profile.name != "quick"
+
+
 def twin_cells(lab: Lab) -> dict[str, Any]:
-    """Claim id -> cell; empty where an archive has no predictions, or this version has no twin."""
-    short = lab.profile.name == "quick"
+    """Claim id -> cell; empty where an archive has no predictions, and for a quick run, which has no time for them."""
 
     def work(folder: Path) -> None:
         from harness.twin import predictions, sensitivity
 
-        horizons = predictions.SHORT if short else predictions.FULL
-        cells = predictions.predictions(ranges=sensitivity.stored(), horizons=horizons)
+        cells = predictions.predictions(ranges=sensitivity.stored())
         (folder / FILE).write_text(json.dumps({claim: cell.to_json() for claim, cell in cells.items()}))
 
-    if not lab.archive and find_spec("harness.twin.predictions") is None:
+    if not (lab.archive or wanted(lab.profile)):
         return {}
     try:
         cells: dict[str, Any] = json.loads((lab.stage(STAGE, work) / FILE).read_text())

@@ -59,7 +59,7 @@ def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Bench:
     monkeypatch.setattr(claims, "load", lambda: CLAIMS)
     monkeypatch.setattr(experiments, "load", made.load)
     monkeypatch.setattr(reproduce, "BUILD", tmp_path / "build")
-    monkeypatch.setattr(reproduce, "twin_cells", lambda _: {"three": {"text": "3.1x", "value": 3.1}})
+    monkeypatch.setattr(twin_cells, "twin_cells", lambda _: {"three": {"text": "3.1x", "value": 3.1}})
     return made
 
 
