@@ -1,0 +1,311 @@
+"""The experiments on made-up logs: what they read, how they judge."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from farm.config import load_config, to_json
+from farm.inject import FaultPlan
+from farm.policy_log import PolicyLog
+from farm.protocols import EngineLoad
+from farm.run_folder import RunFolder
+from farm.trajectory_log import DirectoryLog
+from farm.types import (
+    Boundary,
+    Cursor,
+    EndReason,
+    Event,
+    Evidence,
+    Failed,
+    Graded,
+    SamplingParams,
+    Trajectory,
+    Turn,
+    Usage,
+    VersionSpan,
+    content_digest,
+)
+from harness.claims import Measurement
+from harness.crowd import Client, Played
+from harness.experiments import cap, infra_errors, kv, restart, throughput
+from harness.lab import Lab
+from harness.profiles import QUICK
+from trainer.config import batch_rules
+from trainer.group import Batcher, batch_digest
+
+IDLE = EngineLoad(running=0, queued=0, used_tokens=0, max_total_tokens=100, retracted_total=0, generated_tokens_total=0)
+
+
+TIMES = {"ended_at_s": 100.0, "wait_s": 0.0, "train_s": 1.0, "checkpoint_s": 0.0, "publish_s": 0.0}
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Lab:
+    return Lab(folder=tmp_path / "stages", profile=QUICK, console=Console(file=io.StringIO()), archive=True)
+
+
+def trajectory(
+    task: int,
+    *,
+    index: int = 0,
+    passed: bool = False,
+    turns: int = 4,
+    seconds: float = 1.0,
+    start_s: float = 100.0,
+    step: int = 0,
+) -> Trajectory:
+    one = Turn(
+        segment=0, context_ids=(1,), output_ids=(2, 3), output_logprobs=(-1.0, -1.0),
+        spans=(VersionSpan(step=step, start=0, end=2),), finish_reason="stop", action="", observation="", exit_code=0,
+        cached_tokens=0, retractions=0,
+    )  # fmt: skip
+    evidence = Evidence(statuses={}, resolved=passed, patch_applied=True, exit_code=0, log_tail="")
+    name, group = f"task-{task:03d}", f"group-{task}"
+    return Trajectory(
+        episode_id=content_digest([name, group, index, 7]), group_id=group, group_size=4, index=index,
+        instance_id=name, task_digest="", dataset="", repo="", strata={}, weight=1.0, seed=7, purpose="rl",
+        sampling=SamplingParams(), attempt=1, worker="", engine_url="",
+        outcome=Graded(reward=float(passed), evidence=evidence),
+        end_reason=EndReason.MAX_TURNS if turns == 8 else EndReason.SUBMITTED, turns=(one,) * turns, patch="diff",
+        timeline=(Event(name="sandbox_start", start_at_s=start_s, end_at_s=start_s + seconds / 2),), usage=Usage(),
+        started_at_s=start_s, ended_at_s=start_s + seconds,
+    )  # fmt: skip
+
+
+def made_run(path: Path, rows: Sequence[Trajectory], *sets: str, lines: Sequence[dict[str, Any]] = ()) -> RunFolder:
+    run = RunFolder.create(path, to_json(load_config(sets=sets)))
+    with DirectoryLog(run.trajectories) as log:
+        log.append_many(rows)
+        log.seal()
+    if lines:
+        run.metrics.write_text("".join(json.dumps(TIMES | line) + "\n" for line in lines))
+    return run
+
+
+def made_stage(lab: Lab, name: str, rows: Sequence[Trajectory], *sets: str, **how: Any) -> RunFolder:
+    run = made_run(lab.folder / name / "run", rows, *sets, **how)
+    (lab.folder / name / "done.json").write_text('{"wall_s": 1.0, "commit": null}')
+    return run
+
+
+def trained_policy(lab: Lab) -> None:
+    (lab.folder / "sft" / "policy").mkdir(parents=True)
+    (lab.folder / "sft" / "done.json").write_text('{"wall_s": 1.0, "commit": null}')
+    run = made_stage(lab, "rl", [trajectory(0)])
+    PolicyLog(run.policies).publish(0, lambda folder: (folder / "w.safetensors").write_text("w"), consumed_groups=0)
+
+
+def took(*seconds: float) -> list[dict[str, Any]]:
+    return [{"step": n, "wait_s": s - 1.0, "train_s": 1.0} for n, s in enumerate(seconds, start=1)]
+
+
+def holds(measurement: Measurement) -> bool:
+    assert measurement.holds is not None
+    json.dumps(dict(measurement.detail))
+    for figure in measurement.figures.values():
+        json.dumps(figure)
+        assert {"kind", "title", "series"} <= figure.keys()
+    return measurement.holds
+
+
+def test_step_time_without_the_cap_over_step_time_with_it(lab: Lab) -> None:
+    rows = [trajectory(n, turns=n) for n in (2, 4)]
+    made_stage(lab, "cap-without", rows, "limits.max_turns=64", lines=took(99.0, 6.0, 7.0, 8.0))
+    made_stage(lab, "cap-with", rows, lines=took(1.0, 2.0, 2.0, 2.0))
+    found = cap.step_time(lab)
+    assert found.estimate is not None
+    assert (found.estimate.value, found.estimate.n) == (3.5, 3)
+    assert holds(found)
+    assert (
+        found.detail["without_cap"] | {"cap_turns": 64, "turns_mean": 3.0, "median_step_s": 7.0}
+        == found.detail["without_cap"]
+    )
+    made_stage(replace(lab, folder=lab.folder / "2"), "cap-without", rows, lines=took(9.0, 1.0, 2.0, 3.0))
+    made_stage(replace(lab, folder=lab.folder / "2"), "cap-with", rows, lines=took(9.0, 1.0, 2.0, 3.0))
+    assert not holds(cap.step_time(replace(lab, folder=lab.folder / "2")))
+
+
+@pytest.mark.parametrize(("lost", "harmless"), [(0, True), (10, False)])
+def test_a_cap_that_costs_successes_is_not_harmless(lab: Lab, lost: int, harmless: bool) -> None:
+    trained_policy(lab)
+    free = [trajectory(n, passed=n < 40, turns=12 if n < lost else 4) for n in range(100)]
+    made_stage(lab, "eval-rl-uncapped", free, "limits.max_turns=64")
+    made_stage(lab, "eval-rl", [trajectory(n, passed=lost <= n < 40, turns=8 if n < lost else 4) for n in range(100)])
+    found = cap.harmless(lab)
+    assert found.estimate is not None
+    assert found.estimate.value == pytest.approx(-lost)
+    assert found.detail["successes_beyond_the_cap"] == lost
+    assert found.detail["cap_turns"] == 8
+    assert found.detail["pass_at_1_without_cap"] == 40.0
+    assert holds(found) is harmless
+
+
+def test_throughput_is_counted_and_its_interval_comes_from_the_durations(lab: Lab) -> None:
+    for name, seconds in (("slow", 20.0), ("fast", 5.0)):
+        rows = [trajectory(n, seconds=seconds + n / 100, start_s=100.0 + seconds * (n // 8)) for n in range(16)]
+        made_stage(lab, f"throughput-{name}", rows)
+    found = throughput.ratio(lab)
+    assert found.estimate is not None
+    assert found.estimate.value == pytest.approx(
+        found.detail["fast"]["per_hour"] / found.detail["slow"]["per_hour"], rel=1e-3
+    )
+    assert found.estimate.low <= found.estimate.value <= found.estimate.high
+    assert 3.5 < found.estimate.value < 4.5
+    assert found.detail["slow"]["share_of_time_in_starts"] == 0.5
+    assert found.detail["slow"]["in_flight_mean"] == pytest.approx(8.0, rel=0.02)
+    assert holds(found)
+
+
+@pytest.mark.parametrize(
+    ("busy", "answer"), [([(20, 0), (10, 0)], True), ([(24, 0), (10, 0)], False), ([(20, 0), (10, 1)], False)]
+)
+def test_headroom_is_the_peak_of_the_looks(lab: Lab, busy: list[tuple[int, int]], answer: bool) -> None:
+    trained_policy(lab)
+    run = made_stage(lab, "eval-rl", [trajectory(n, start_s=100.0 + n / 2) for n in range(4)])
+    loads = [IDLE, *(replace(IDLE, running=3, used_tokens=used, queued=queued) for used, queued in busy), IDLE]
+    lines = [{"at_s": float(n), "url": "u", **asdict(load)} for n, load in enumerate(loads)]
+    (run.logs / "engine_metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = kv.headroom(lab)
+    assert found.estimate is not None
+    assert (found.estimate.value, found.estimate.n) == (max(used for used, _ in busy), 2)
+    assert found.detail["trajectories_in_flight_max"] == 2
+    assert holds(found) is answer
+
+
+@pytest.mark.parametrize(("blocked", "guarded_timeouts", "answer"), [(10, 0, True), (5, 0, False), (10, 1, False)])
+def test_thrash_needs_the_block_without_and_none_with(
+    lab: Lab, blocked: int, guarded_timeouts: int, answer: bool
+) -> None:
+    def played(count: int, timeouts: int) -> Played:
+        others = [
+            Client(name=f"o{n}", kind="other", longest_gap_s=9.0 if n < count else 0.1, timeouts=timeouts if n else 0)
+            for n in range(10)
+        ]
+        return Played(clients=[*others, Client(name="e", kind="endless")], seconds=9.0, loads=[(0.0, IDLE)])
+
+    folder = lab.folder / "kv-thrash"
+    folder.mkdir(parents=True)
+    (folder / "done.json").write_text("{}")
+    crowds = {"alone": played(blocked, 1), "guarded": played(0, guarded_timeouts)}
+    (folder / "crowds.json").write_text(json.dumps({name: asdict(one) for name, one in crowds.items()}))
+    found = kv.thrash(lab)
+    assert found.estimate is not None
+    assert found.estimate.value == 10 * blocked
+    assert holds(found) is answer
+
+
+def test_a_client_counts_the_time_between_tokens_also_over_a_request_given_up() -> None:
+    client = Client(name="c", kind="other")
+    client.asks(1.0)
+    client.asks(4.0)  # the first was given up: it goes on waiting
+    client.got(8, 6.0)
+    assert (client.longest_gap_s, client.tokens, client.requests) == (5.0, 8, 2)
+    client.asks(7.0)
+    client.start_over(10.0)
+    client.gap(12.0)
+    assert (client.longest_gap_s, client.tokens) == (2.0, 0)
+
+
+# ------------------------------------------------------------------------------------------ restart, failures
+
+
+def test_a_jump_at_a_kill_is_told_from_noise() -> None:
+    noise = np.random.default_rng(1).normal(size=145)
+    calm = restart.jumps(list(noise), [36, 72, 109])
+    assert calm["window"] == 5
+    assert calm["steps"] == [36, 72, 109]
+    assert min(calm["p"]) > 0.05 / 3
+    broken = noise + np.where(np.arange(145) >= 72, 9.0, 0.0)
+    found = restart.jumps(list(broken), [36, 72, 109])
+    assert found["p"][1] < 1e-4 < min(found["p"][0], found["p"][2])
+
+
+def test_jumps_need_values() -> None:
+    assert restart.jumps([None] * 20, [5])["jumps"] == []
+    assert restart.jumps([1.0], [1])["jumps"] == []
+    assert restart.jumps([1.0] * 20, [5])["p"] == [1.0]
+    some = restart.jumps([1.0, None, 2.0, 1.0, None, 2.0, 1.0, 2.0] * 3, [4, 12])
+    assert len(some["p"]) == len(some["steps"])
+
+
+SETTINGS = ("rollout.groups_per_step=1", "rollout.group_size=4", "rollout.min_attempts=3")
+
+
+def training(lab: Lab, steps: int = 12) -> list[dict[str, Any]]:
+    """A stage in which every group has one failure; the metrics lines of its training."""
+    failed = Failed(boundary=Boundary.ENGINE, kind="injected", message="")
+    run = RunFolder.create(lab.folder / "restart" / "run", to_json(load_config(sets=SETTINGS)))
+    with DirectoryLog(run.trajectories) as log:
+        for task in range(steps):
+            rows = [trajectory(task, index=i, passed=i == 1, step=task) for i in range(4)]
+            log.append_many([*rows[:2], replace(rows[2], outcome=failed), rows[3]])
+            log.seal()
+        batcher = Batcher(batch_rules(run.config(), where=""))
+        batches = [b for at, (_, row) in enumerate(log.read(Cursor())) if (b := batcher.push(Cursor(row=at), row))]
+    lines = [
+        {"step": n, "batch_digest": batch_digest(b.samples), "pass_rate": (n % 3) / 3, "entropy": 1.0 + n % 2,
+         "approx_kl": 0.1 * (n % 2), "grad_norm": 1.0 + n % 3}
+        for n, b in enumerate(batches, start=1)
+    ]  # fmt: skip
+    run.metrics.write_text("".join(json.dumps(TIMES | line) + "\n" for line in lines))
+    (lab.folder / "restart" / "done.json").write_text('{"wall_s": 1.0, "commit": null}')
+    return lines
+
+
+def replayed(lab: Lab, lines: list[dict[str, Any]], *, differing: int | None = None) -> None:
+    steps = []
+    for line in lines:
+        step, batch = line["step"], line["batch_digest"]
+        recorded = "other" if step == differing else f"w{step}"
+        steps.append(
+            {"step": step, "batch": batch, "recorded_batch": batch, "weights": f"w{step}", "recorded_weights": recorded}
+        )
+    (lab.folder / "restart" / "replay.json").write_text(json.dumps({"steps": steps}))
+    kills = [{"after_step": step, "at_s": 0.0} for step in (3, 6, 9)]
+    (lab.folder / "restart" / "kills.json").write_text(json.dumps({"kills": kills}))
+
+
+@pytest.mark.parametrize("differing", [None, 7])
+def test_a_restart_is_survived_when_every_step_is_bit_equal(lab: Lab, differing: int | None) -> None:
+    trained_policy(lab)
+    lines = training(lab)
+    replayed(lab, lines, differing=differing)
+    found = restart.survived(lab)
+    assert found.detail["kills"] == 3
+    assert found.detail["steps"] == found.detail["steps_with_equal_batches"] == 12
+    assert found.detail["steps_with_equal_weights"] == 12 - (differing is not None)
+    assert holds(found) is (differing is None)
+
+
+def test_infrastructure_errors_are_logged_and_stay_out_of_gradients(lab: Lab) -> None:
+    trained_policy(lab)
+    training(lab)
+    plan = FaultPlan(rate=infra_errors.RATE, seed=infra_errors.SEED)
+    clean = [trajectory(n, index=i, passed=i == 0) for n in range(100) for i in range(4)]
+    made_stage(lab, "eval-base", clean)
+    faulty = [
+        row if (where := plan.boundary(row.episode_id, 1)) is None
+        else replace(row, outcome=Failed(boundary=where, kind="injected", message=""), end_reason=EndReason.FAILED)
+        for row in clean
+    ]  # fmt: skip
+    made_stage(lab, "infra", faulty)
+    found = infra_errors.rate(lab)
+    assert holds(found)
+    assert found.detail["logged_as_failed"] == found.detail["injected"] > 3
+    assert found.detail["training"] == {
+        "trajectories": 48, "failures": 12, "trained_episodes": 36, "failures_in_a_gradient": 0, "steps": 12,
+        "batches_as_recorded": 12,
+    }  # fmt: skip
+    bias = found.detail["bias_against_the_run_without_failures"]
+    hits = [row for row in faulty if isinstance(row.outcome, Failed) and row.index == 0]
+    assert bias["counted_as_zero"]["points"] == pytest.approx(-100 * len(hits) / 400, abs=0.01)
+    assert bias["left_out"]["tasks"] == 100
