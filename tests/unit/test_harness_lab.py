@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import time
 from pathlib import Path
 
@@ -52,3 +53,25 @@ def test_a_stage_whose_farm_outlives_its_trainer_is_done(tmp_path: Path) -> None
     bench = lab(tmp_path, farm="trap 'kill $!; exit 0' INT; sleep 600 & wait", train="exit 0")
     bench.rl()
     assert (bench.folder / "rl" / "done.json").exists()
+
+
+STEPPING = """
+        mkdir -p "$3/trainer"; f="$3/trainer/metrics.jsonl"; touch "$f"
+        for n in $(seq $(($(wc -l < "$f") + 1)) 10); do sleep 0.4; echo "{\\"step\\": $n}" >> "$f"; done ;;
+    replay) echo '{"steps": []}' > "$4"; exit 1"""
+
+
+def test_a_trainer_is_killed_and_started_again_and_its_run_replayed(tmp_path: Path) -> None:
+    bench = lab(tmp_path, farm="trap 'kill $!; exit 0' INT; sleep 600 & wait", train=STEPPING)
+    folder = bench.restarted(kills=3, rate=0.03, seed=1)
+    kills = json.loads((folder / "kills.json").read_text())["kills"]
+    after = [kill["after_step"] for kill in kills]
+    assert after == sorted(after)
+    assert all(reached >= wanted for reached, wanted in zip(after, (2, 5, 7), strict=True))
+    assert (folder / "replay.json").exists()
+
+
+def test_a_trainer_that_ends_before_it_can_be_killed_breaks_the_stage(tmp_path: Path) -> None:
+    bench = lab(tmp_path, farm="trap 'kill $!; exit 0' INT; sleep 600 & wait", train="echo no policy >&2; exit 2")
+    with pytest.raises(StageError, match=r"the trainer came to step 0 only:\nno policy"):
+        bench.restarted(kills=3, rate=0.03, seed=1)
