@@ -25,7 +25,7 @@ from farm.protocols import Agent, AgentRun, Engine, ExecResult, Grader, Renderer
 from farm.types import Attempt, EndReason, Event, Evidence, Failed, Graded, Outcome, Trajectory, Turn, Usage
 from farm.workspace import workspace
 
-_GRACE_S = 15.0  # how much longer than its own time-out a call into a sandbox may take before it counts as lost
+_GRACE_S = 15.0
 _FILES_S = 30.0
 
 
@@ -39,9 +39,11 @@ async def run_episode(
     grader: Grader,
     worker: str,
     now: Callable[[], float],
+    grace_s: float = _GRACE_S,
 ) -> Trajectory:
-    """Run ``attempt`` on this worker. ``now`` gives seconds since the epoch."""
-    course = _Course(attempt, provider, now)
+    """Run ``attempt`` on this worker. ``now`` gives seconds since the epoch; ``grace_s``: how much longer than its own
+    time-out a command in a sandbox may take before the sandbox counts as lost."""
+    course = _Course(attempt, provider, now, grace_s)
     limits = attempt.episode.limits
     work = Metered(course.run(engine, agent, renderer, grader))
     outcome: Outcome
@@ -63,8 +65,8 @@ async def run_episode(
 class _Course:
     """What has happened so far in one attempt."""
 
-    def __init__(self, attempt: Attempt, provider: SandboxProvider, now: Callable[[], float]) -> None:
-        self._attempt, self._provider, self._now = attempt, provider, now
+    def __init__(self, attempt: Attempt, provider: SandboxProvider, now: Callable[[], float], grace_s: float) -> None:
+        self._attempt, self._provider, self._now, self._grace_s = attempt, provider, now, grace_s
         self._started = now()
         self._turns: tuple[Turn, ...] = ()
         self._end = EndReason.FAILED
@@ -137,7 +139,7 @@ class _Course:
             starting.enter_context(self._event("sandbox_start"))
             async with self._provider.open(spec) as sandbox:
                 starting.close()
-                watched = _Watched(sandbox)
+                watched = _Watched(sandbox, self._grace_s)
                 yield watched
                 with contextlib.suppress(SandboxLostError):  # the work is done: a missing figure loses nothing
                     self._cpu_s += await watched.cpu_s()
@@ -154,7 +156,7 @@ class _Course:
         return f"{self._attempt.episode.id}-{self._attempt.number}-{part}"
 
     def _deadline(self) -> float:
-        return self._started + self._attempt.episode.limits.episode_s + _GRACE_S
+        return self._started + self._attempt.episode.limits.episode_s + self._grace_s
 
     def trajectory(self, outcome: Outcome, worker: str, engine_url: str, *, worker_cpu_s: float) -> Trajectory:
         episode = self._attempt.episode
@@ -206,8 +208,9 @@ def _usage(turns: tuple[Turn, ...], *, sandbox_cpu_s: float, worker_cpu_s: float
 class _Watched:
     """A sandbox none of whose calls can hang: one that does not answer is lost."""
 
-    def __init__(self, sandbox: Sandbox) -> None:
+    def __init__(self, sandbox: Sandbox, grace_s: float) -> None:
         self._sandbox = sandbox
+        self._grace_s = grace_s
 
     @property
     def id(self) -> str:
@@ -216,7 +219,7 @@ class _Watched:
     async def exec(
         self, command: str, *, timeout_s: float, cwd: str | None = None, env: Mapping[str, str] | None = None
     ) -> ExecResult:
-        async with self._bound("exec", timeout_s + _GRACE_S):
+        async with self._bound("exec", timeout_s + self._grace_s):
             return await self._sandbox.exec(command, timeout_s=timeout_s, cwd=cwd, env=env)
 
     async def write_files(self, files: Mapping[str, bytes]) -> None:

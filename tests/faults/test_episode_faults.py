@@ -139,7 +139,7 @@ class World:
     def decode(self, ids: Any) -> str:
         return ""
 
-    async def attempt(self, limits: Limits = LIMITS) -> Trajectory:
+    async def attempt(self, limits: Limits = LIMITS, *, grace_s: float = 15.0) -> Trajectory:
         world: Any = self
         attempt = Attempt(
             episode=replace(EPISODE, limits=limits), number=1, engine_url="e://", min_version=0, queued_at_s=0.0
@@ -153,6 +153,7 @@ class World:
             grader=world,
             worker="w",
             now=lambda: 1.0,
+            grace_s=grace_s,
         )
 
 
@@ -258,8 +259,7 @@ def test_cancelling_anywhere_leaves_nothing_behind() -> None:
     asyncio.run(main())
 
 
-def test_a_sandbox_that_never_answers_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("farm.episode._GRACE_S", -0.9)
-    landed = asyncio.run(World("1 exec", hang).attempt())
+def test_a_sandbox_that_never_answers_is_lost() -> None:
+    landed = asyncio.run(World("1 exec", hang).attempt(grace_s=-0.9))
     assert isinstance(landed.outcome, Failed)
     assert (landed.outcome.boundary, landed.outcome.kind) == (Boundary.SANDBOX_LOST, "stalled")

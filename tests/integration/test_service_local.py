@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from makers import make_task
 
 from farm.cluster import ClusterEvent, Finished, Lost, Size
 from farm.config import FarmConfig, parse_config
@@ -33,7 +34,6 @@ from farm.types import (
     Evidence,
     Failed,
     Graded,
-    InlineFiles,
     PolicyVersion,
     Task,
     Trajectory,
@@ -41,23 +41,6 @@ from farm.types import (
 from farm.worker import Receipt, Returned, bare_trajectory
 
 Behave = Callable[[Attempt], Coroutine[Any, Any, Trajectory]]
-
-
-def make_task(name: str) -> Task:
-    return Task(
-        instance_id=name,
-        dataset="d",
-        repo="r",
-        base_commit="c",
-        problem_statement="p",
-        patch="",
-        test_patch="",
-        fail_to_pass=(),
-        pass_to_pass=(),
-        eval_script="",
-        log_parser="x",
-        workspace=InlineFiles(files={}),
-    )
 
 
 def graded(attempt: Attempt, reward: float = 1.0) -> Trajectory:
@@ -381,16 +364,16 @@ def test_failures_are_remembered_over_a_restart(tmp_path: Path) -> None:
 
 def test_when_everything_fails_the_farm_stops_by_itself_and_a_later_one_completes_it(tmp_path: Path) -> None:
     setting = Setting(tmp_path)
-    count = 200
+    count = 40
 
     async def behave(attempt: Attempt) -> Trajectory:
         if attempt.episode.task.instance_id == "t0":
             return graded(attempt)
-        await asyncio.sleep(0.002)
+        await asyncio.sleep(0.005)
         return failed(attempt, Boundary.GRADER)
 
     def fast() -> float:
-        return time.time() * 50
+        return time.time() * 100
 
     farm, _ = asyncio.run(setting.farm(setting.finite(count), behave, now=fast))
     assert not farm.finished

@@ -7,6 +7,7 @@ from collections import Counter
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from makers import failure, make_task
 
 from farm.dispatch import (
     AttemptFailed,
@@ -31,25 +32,7 @@ from farm.dispatch import (
     Tick,
     Unissued,
 )
-from farm.types import Boundary, Episode, FailedAttempt, InlineFiles, Limits, SamplingParams, Task
-
-
-def make_task(name: str) -> Task:
-    return Task(
-        instance_id=name,
-        dataset="d",
-        repo="r",
-        base_commit="c",
-        problem_statement="p",
-        patch="",
-        test_patch="",
-        fail_to_pass=(),
-        pass_to_pass=(),
-        eval_script="",
-        log_parser="x",
-        workspace=InlineFiles(files={}),
-    )
-
+from farm.types import Boundary, Episode, FailedAttempt, Limits, SamplingParams
 
 TASKS = [make_task(f"t{i}") for i in range(5)]
 LEASE_S = 100.0
@@ -58,12 +41,6 @@ RETRIES = dict.fromkeys(Boundary, 2)
 
 def spec(group_size: int = 3) -> PlanSpec:
     return PlanSpec(group_size=group_size, seed=7, purpose="rl", sampling=SamplingParams(), limits=Limits())
-
-
-def failure(number: int, boundary: Boundary, now_s: float) -> FailedAttempt:
-    return FailedAttempt(
-        attempt=number, boundary=boundary, kind="x", message="", worker="w", started_at_s=now_s, ended_at_s=now_s
-    )
 
 
 class Simulation:
@@ -144,7 +121,7 @@ class Simulation:
 
     def fail(self, key: tuple[str, int], boundary: Boundary, retryable: bool = True) -> None:
         self.running.pop(key)
-        failed = failure(key[1], boundary, self.now_s)
+        failed = failure(key[1], boundary, at_s=self.now_s)
         self.memory.setdefault(key[0], []).append(failed)
         self.send(AttemptFailed(episode_id=key[0], failure=failed, retryable=retryable))
 

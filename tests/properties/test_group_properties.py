@@ -7,59 +7,35 @@ import math
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from makers import graded, row
 
 from farm.types import (
     Boundary,
     Cursor,
     Dropped,
-    EndReason,
-    Evidence,
     Failed,
     Graded,
     Outcome,
-    SamplingParams,
     Trajectory,
-    Turn,
-    Usage,
-    VersionSpan,
 )  # fmt: skip
 from trainer.group import Batch, Batcher, BatchRules
 
 outcomes: st.SearchStrategy[Outcome] = st.one_of(
-    st.sampled_from([0.0, 1.0, 0.5, math.nan]).map(
-        lambda reward: Graded(
-            reward=reward,
-            evidence=Evidence(statuses={}, resolved=reward == 1.0, patch_applied=True, exit_code=0, log_tail=""),
-        )
-    ),
+    st.sampled_from([0.0, 1.0, 0.5, math.nan]).map(graded),
     st.just(Failed(boundary=Boundary.ENGINE, kind="k", message="")),
     st.just(Dropped(reason="stale")),
 )
-
-
-def row(group: int, size: int, index: int, outcome: Outcome, step: int, purpose: str) -> Trajectory:
-    turn = Turn(
-        segment=0, context_ids=(1,), output_ids=(2,), output_logprobs=(-1.0,),
-        spans=(VersionSpan(step=step, start=0, end=1),), finish_reason="stop", action="", observation="", exit_code=0,
-        cached_tokens=0, retractions=0,
-    )  # fmt: skip
-    return Trajectory(
-        episode_id=f"{group}-{index}", group_id=str(group), group_size=size, index=index, instance_id="i",
-        task_digest="", dataset="", repo="", strata={}, weight=1.0, seed=0, purpose=purpose, sampling=SamplingParams(),
-        attempt=1, worker="", engine_url="", outcome=outcome, end_reason=EndReason.SUBMITTED, turns=(turn,), patch="",
-        timeline=(), usage=Usage(),
-    )  # fmt: skip
 
 
 @st.composite
 def logs(draw: st.DrawFn) -> list[Trajectory]:
     sizes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=8))
     rows = [
-        row(group, size, index, draw(outcomes), draw(st.integers(0, 4)), "rl")
+        row(str(group), index, draw(outcomes), size=size, step=draw(st.integers(0, 4)))
         for group, size in enumerate(sizes)
         for index in range(size)
     ]
-    rows += [row(99, 3, i, draw(outcomes), 0, "eval") for i in range(draw(st.integers(0, 3)))]
+    rows += [row("99", i, draw(outcomes), size=3, purpose="eval") for i in range(draw(st.integers(0, 3)))]
     return draw(st.permutations(rows))
 
 

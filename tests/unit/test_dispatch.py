@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from makers import failure, make_task
+
 from farm.dispatch import (
     AttemptFailed,
     AttemptLost,
@@ -22,35 +24,11 @@ from farm.dispatch import (
     Tick,
     Unissued,
 )
-from farm.types import Boundary, FailedAttempt, InlineFiles, Limits, SamplingParams, Task
-
-
-def make_task(name: str) -> Task:
-    return Task(
-        instance_id=name,
-        dataset="d",
-        repo="r",
-        base_commit="c",
-        problem_statement="p",
-        patch="",
-        test_patch="",
-        fail_to_pass=(),
-        pass_to_pass=(),
-        eval_script="",
-        log_parser="x",
-        workspace=InlineFiles(files={}),
-    )
-
+from farm.types import Boundary, FailedAttempt, Limits, SamplingParams
 
 TASKS = [make_task(f"t{index}") for index in range(4)]
 SPEC = PlanSpec(group_size=2, seed=3, purpose="rl", sampling=SamplingParams(), limits=Limits())
 POLICY = DispatchPolicy(retries={Boundary.ENGINE: 1}, lost_limit=1, lease_s=100.0, retry_delay_s=1.0)
-
-
-def failure(number: int, boundary: Boundary = Boundary.ENGINE) -> FailedAttempt:
-    return FailedAttempt(
-        attempt=number, boundary=boundary, kind="x", message="", worker="w", started_at_s=0.0, ended_at_s=0.0
-    )
 
 
 def runs(commands: list[object]) -> list[tuple[str, int, int]]:

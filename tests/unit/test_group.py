@@ -4,46 +4,19 @@ import json
 import math
 
 import pytest
+from makers import row
 
 from farm.types import (
     Boundary,
     Cursor,
     Dropped,
-    EndReason,
-    Evidence,
     Failed,
-    Graded,
     Outcome,
-    SamplingParams,
     Trajectory,
-    Turn,
-    Usage,
-    VersionSpan,
 )  # fmt: skip
 from trainer.group import Batch, Batcher, BatchRules
 
 LOST = Failed(boundary=Boundary.SANDBOX_LOST, kind="lost", message="")
-
-
-def graded(reward: float) -> Graded:
-    evidence = Evidence(statuses={}, resolved=reward >= 1, patch_applied=True, exit_code=0, log_tail="")
-    return Graded(reward=reward, evidence=evidence)
-
-
-def row(
-    group: str, index: int, outcome: Outcome | float, *, size: int = 4, step: int = 0, purpose: str = "rl"
-) -> Trajectory:
-    turn = Turn(
-        segment=0, context_ids=(1,), output_ids=(2,), output_logprobs=(-1.0,),
-        spans=(VersionSpan(step=step, start=0, end=1),), finish_reason="stop", action="", observation="", exit_code=0,
-        cached_tokens=0, retractions=0,
-    )  # fmt: skip
-    return Trajectory(
-        episode_id=f"{group}{index}", group_id=group, group_size=size, index=index, instance_id="i", task_digest="",
-        dataset="", repo="", strata={}, weight=1.0, seed=0, purpose=purpose, sampling=SamplingParams(), attempt=1,
-        worker="", engine_url="", outcome=graded(outcome) if isinstance(outcome, float) else outcome,
-        end_reason=EndReason.SUBMITTED, turns=(turn,), patch="", timeline=(), usage=Usage(),
-    )  # fmt: skip
 
 
 class Feed:
@@ -73,11 +46,11 @@ def test_a_group_trains_as_soon_as_enough_attempts_are_graded_and_stragglers_fol
     feed = Feed()
     assert feed.push(row("a", 0, 1.0)) == []
     (first,) = feed.push(row("a", 1, 0.0))
-    assert ids(first) == ["a0", "a1"]
+    assert ids(first) == ["a-0", "a-1"]
     assert [s.advantage for s in first.samples] == pytest.approx([1.0, -1.0])
     assert feed.push(row("a", 2, 0.0), row("a", 3, 0.0)) == []
     (second,) = feed.push(row("b", 0, 1.0), row("b", 1, 0.0))
-    assert ids(second) == ["a2", "a3", "b0", "b1"]
+    assert ids(second) == ["a-2", "a-3", "b-0", "b-1"]
     # The advantage of the stragglers is from all four attempts of their group.
     assert [s.advantage for s in second.samples][:2] == pytest.approx([-1 / math.sqrt(3)] * 2)
     assert [s.straggler for s in second.samples] == [True, True, False, False]
@@ -94,7 +67,7 @@ def test_failed_attempts_enter_neither_mean_nor_std() -> None:
 def test_a_reward_that_is_not_finite_counts_as_a_failure() -> None:
     feed = Feed()
     (batch,) = feed.push(row("a", 0, math.nan), row("a", 1, math.inf), row("a", 2, 1.0), row("a", 3, 0.0))
-    assert ids(batch) == ["a2", "a3"]
+    assert ids(batch) == ["a-2", "a-3"]
     assert batch.failed == 2
 
 
@@ -103,7 +76,7 @@ def test_a_group_that_cannot_reach_min_attempts_is_closed_and_consumed(others: O
     feed = Feed()
     (batch,) = feed.push(row("a", 0, 1.0), *(row("a", i, others) for i in (1, 2, 3)))
     assert (batch.samples, batch.closed_groups, batch.zero_variance_groups) == ((), 1, 0)
-    assert [(d.episode_id, d.reason) for d in batch.dropped] == [("a0", "too_few_graded")]
+    assert [(d.episode_id, d.reason) for d in batch.dropped] == [("a-0", "too_few_graded")]
     assert batch.consumed_groups == 1
 
 
@@ -120,7 +93,7 @@ def test_a_straggler_that_brings_variance_takes_the_waiting_attempts_along() -> 
     assert (flat.samples, flat.zero_variance_groups) == ((), 1)
     assert len(feed.batcher.pending()) == 2
     (batch,) = feed.push(row("a", 2, 1.0), row("b", 0, 0.0), row("b", 1, 0.0))
-    assert ids(batch) == ["a0", "a1", "a2"]
+    assert ids(batch) == ["a-0", "a-1", "a-2"]
 
 
 def test_one_graded_attempt_alone_says_nothing() -> None:
@@ -133,9 +106,9 @@ def test_stale_rows_are_dropped_with_a_reason_but_stay_in_the_mean() -> None:
     feed = Feed(max_staleness=0)
     feed.push(row("a", 0, 1.0), row("a", 1, 0.0))
     (batch,) = feed.push(row("b", 0, 1.0, step=0), row("b", 1, 0.0, step=1))
-    assert ids(batch) == ["b1"]
+    assert ids(batch) == ["b-1"]
     assert batch.samples[0].advantage == pytest.approx(-1.0)
-    assert [(d.episode_id, d.reason) for d in batch.dropped] == [("b0", "stale")]
+    assert [(d.episode_id, d.reason) for d in batch.dropped] == [("b-0", "stale")]
     assert batch.samples[0].staleness == 0
 
 
@@ -143,14 +116,14 @@ def test_sync_mode_waits_for_every_attempt() -> None:
     feed = Feed(wait_for_all=True)
     assert feed.push(row("a", 0, 1.0), row("a", 1, 0.0), row("a", 2, 0.0)) == []
     (batch,) = feed.push(row("a", 3, LOST))
-    assert ids(batch) == ["a0", "a1", "a2"]
+    assert ids(batch) == ["a-0", "a-1", "a-2"]
 
 
 def test_a_batch_takes_groups_per_step_groups_and_counts_what_landed_since() -> None:
     feed = Feed(groups_per_step=2)
     assert feed.push(row("a", 0, 1.0), row("b", 0, 0.0), row("a", 1, 0.0), row("c", 0, 1.0)) == []
     (batch,) = feed.push(row("c", 1, 0.0))
-    assert ids(batch) == ["a0", "a1", "c0", "c1"]
+    assert ids(batch) == ["a-0", "a-1", "c-0", "c-1"]
     assert (batch.groups, batch.graded) == (2, 5)
 
 
