@@ -89,8 +89,8 @@ class Trainer:
         self._saved_step = self.step
         self._cursor = Cursor(shard=loop["cursor"][0], row=loop["cursor"][1])
         self._steps.restore(learner, loop["batcher"], self._log)
-        version = self._publish(self._steps.consumed_groups)
-        self._metrics.resume(self.step, loop["metrics"] | {"policy_digest": version.digest})
+        self._publish(self._steps.consumed_groups)
+        self._metrics.resume(self.step, loop["metrics"])
 
     def close(self) -> None:
         self._lock.release()
@@ -141,12 +141,8 @@ class Trainer:
             self._save(line)
         line["checkpoint_s"] = time.monotonic() - started
         started = time.monotonic()
-        version = self._publish(batch.consumed_groups)
-        line |= {
-            "policy_digest": version.digest,
-            "publish_s": time.monotonic() - started,
-            "ended_at_s": time.time(),
-        }
+        self._publish(batch.consumed_groups)
+        line |= {"publish_s": time.monotonic() - started, "ended_at_s": time.time()}
         self._metrics.append(line)
         return line
 
@@ -170,17 +166,16 @@ class Trainer:
         )
         self._saved_step = self.step
 
-    def _publish(self, consumed_groups: int) -> PolicyVersion:
-        def publish() -> PolicyVersion:
-            version = self._policies.publish(
+    def _publish(self, consumed_groups: int) -> None:
+        def publish() -> None:
+            self._policies.publish(
                 self.step,
                 lambda folder: self._steps.learner.write(folder, source=self._source),
                 consumed_groups=consumed_groups,
             )
             self._policies.prune(keep=self._config.keep_policies)
-            return version
 
-        return within(self._config.save_timeout_s, f"publishing policy {self.step}", publish)
+        within(self._config.save_timeout_s, f"publishing policy {self.step}", publish)
 
 
 def _pin_config(place: Path, config: TrainerConfig) -> None:

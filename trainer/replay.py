@@ -2,8 +2,8 @@
 
 A replay starts from the policy at step 0 and reads the log from its first row, without a stop: so it also shows that
 the kills, restarts and waits which the live trainer went through left no trace. Two digests decide each step: that of
-the batch (which episodes, with which advantages) and that of the weights. The run keeps both in its metrics, and so
-they can be compared for policies that were pruned from the policy log since. Nothing in the run is changed.
+the batch (which episodes, with which advantages), from the run's metrics, and that of the weights, from its policy log,
+which goes on to know it when the policy was pruned. Nothing in the run is changed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trainer.steps import Steps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedStep:
-    """Policy ``step`` as replayed, beside what the run recorded (None: the run kept no such digest)."""
+    """Policy ``step`` as replayed, beside what the run recorded (None: it did not)."""
 
     step: int
     batch: str
@@ -64,6 +64,7 @@ def replay(
         raise UsageError(f"{run.metrics}: holds no training step; give the run of a trainer that took one")
     last = last if steps is None else min(last, steps)
     first = _first_policy(policies)
+    published = {version.step: version.digest for version in policies.history()}
     trained = Steps(Path(first.path), config, batch_rules(run.config(), where=str(run.path / "config.json")))
     found: list[ReplayedStep] = []
     at = Cursor()
@@ -73,15 +74,13 @@ def replay(
         if batch is None:
             continue
         line = trained.train(batch)
-        kept = recorded.get(line["step"], {})
-        published = policies.get(line["step"])
         found.append(
             ReplayedStep(
                 step=line["step"],
                 batch=line["batch_digest"],
                 weights=_weights(trained, Path(first.path)),
-                recorded_batch=kept.get("batch_digest"),
-                recorded_weights=kept.get("policy_digest") or (None if published is None else published.digest),
+                recorded_batch=recorded.get(line["step"], {}).get("batch_digest"),
+                recorded_weights=published.get(line["step"]),
             )
         )
         report(found[-1])
