@@ -314,7 +314,7 @@ class EngineServer:
             "timestamp": time.time(),
             "dp_rank": 0,
             "num_running_reqs": s.running,
-            "num_waiting_reqs": s.waiting,
+            "num_waiting_reqs": s.queued,
             "num_used_tokens": used,
             "num_total_tokens": used,
             "max_total_num_tokens": limits.max_total_tokens,
@@ -323,7 +323,7 @@ class EngineServer:
             "gen_throughput": self._throughput(),
             "cache_hit_rate": counters.cached_tokens / max(1, counters.prompt_tokens),
             "queues": {
-                "waiting": s.waiting,
+                "waiting": s.queued,
                 "grammar": 0,
                 "paused": (s.running + s.waiting) if s.paused else 0,
                 "retracted": s.retracted_waiting,
@@ -352,7 +352,7 @@ class EngineServer:
         c = s.counters
         return {
             "num_running_reqs": ("Running requests", s.running),
-            "num_queue_reqs": ("Requests in the waiting queue", s.waiting),
+            "num_queue_reqs": ("Requests in the waiting queue", s.queued),
             "num_retracted_reqs": ("Retracted requests in the waiting queue", s.retracted_waiting),
             "num_paused_reqs": ("Requests held by a pause", s.running + s.waiting if s.paused else 0),
             "token_usage": ("Share of the KV budget in use by running requests", used / limits.max_total_tokens),
