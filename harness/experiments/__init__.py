@@ -19,7 +19,7 @@ STAGES = {
     "pass_rates.sft": ("eval-base", "sft", "eval-sft"),
     "pass_rates.rl": ("sft", "eval-sft", "rl", "eval-rl"),
     "cap.step_time": ("cap-without", "cap-with"),
-    "cap.harmless": ("sft", "rl", "eval-rl", "eval-rl-uncapped"),
+    "cap.harmless": ("sft", "rl", "eval-rl-uncapped", "eval-rl-capped", "eval-rl"),
     "async_step.ratio": ("sft", "compare-sync", "rl"),
     "throughput.ratio": ("throughput-slow", "throughput-fast"),
     "sandbox_start.median": ("sandbox",),

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from farm.types import Graded, Trajectory
+from farm.types import EndReason, Graded, Trajectory
 from harness import metrics, stats
 from harness.claims import Measurement
 from harness.experiments.runs import landed, policies, sources, step_seconds, steps
@@ -22,8 +22,8 @@ def step_time(lab: Lab) -> Measurement:
     """Synchronous steps of a policy that rambles: the base policy, which hardly ever finds an end by itself."""
     profile = lab.profile
     runs = {}
-    for name, lifted in (("without", profile.uncapped), ("with", ())):
-        settings = (f"rollout.groups_per_step={profile.cap_groups}", *lifted)
+    for name, cap in (("without", profile.uncapped), ("with", profile.capped)):
+        settings = (f"rollout.groups_per_step={profile.cap_groups}", *cap)
         runs[name] = lab.rl(
             mode="sync", steps=profile.cap_steps, name=f"cap-{name}", policy=profile.policy, settings=settings
         )
@@ -53,45 +53,63 @@ def step_time(lab: Lab) -> Measurement:
 
 
 def harmless(lab: Lab) -> Measurement:
-    """The trained policy on the benchmark, with the cap and without it: the same tasks, attempts and seeds."""
+    """The trained policy on the benchmark, with the cap and without it: the same tasks, attempts and seeds. Beside it,
+    the tighter cap under which the policy was trained."""
     policy = Path(policies(lab.rl())[-1].path)
-    with_cap = lab.evaluate("rl", policy)
     without = lab.evaluate("rl-uncapped", policy, settings=lab.profile.uncapped)
-    capped, free = metrics.task_rates(landed(with_cap)), metrics.task_rates(landed(without))
-    difference, p = stats.paired_difference(*metrics.paired(capped, free))
-    cap = _max_turns(with_cap)
-    lengths = np.array([float(len(t.turns)) for t in landed(without) if _passed(t)])
-    everything = np.array([float(len(t.turns)) for t in landed(without)])
+    judged = lab.evaluate("rl-capped", policy, settings=lab.profile.capped)
+    tight = lab.evaluate("rl", policy)
+    difference, told = _compared(judged, without)
+    _, told_of_tight = _compared(tight, without)
+    lengths, everything = _lengths(without, passed=True), _lengths(without)
     return Measurement(
-        estimate=_points(difference),
+        estimate=difference,
         unit="points of pass@1 (with the cap - without it, paired by task)",
-        holds=100 * difference.low > -MARGIN_POINTS,
+        holds=difference.low > -MARGIN_POINTS,
         detail={
-            "p": p,
-            "cap_turns": cap,
-            "pass_at_1_with_cap": _percent(capped),
-            "pass_at_1_without_cap": _percent(free),
+            **told,
+            "pass_at_1_without_cap": _percent(metrics.task_rates(landed(without))),
             "successes_without_cap": len(lengths),
-            "successes_beyond_the_cap": int((lengths > cap).sum()),
-            "share_of_successes_beyond_the_cap": round(float((lengths > cap).mean()), 4) if len(lengths) else 0.0,
             "turns_of_successes": _quantiles(lengths),
             "turns_of_all": _quantiles(everything),
-            "successes_that_the_cap_ended": sum(
-                _passed(t) and t.end_reason.value == "max_turns" for t in landed(with_cap)
-            ),
-            "pairing": "an episode samples with its own seed in both runs, so they are alike until the cap",
+            "the_cap_in_training": told_of_tight,
+            "pairing": "an episode samples with its own seed in all runs, so they are alike until a cap ends one",
         },
-        sources=sources(with_cap) + sources(without),
+        sources=sources(judged) + sources(without) + sources(tight),
         figures={
             "cap_lengths": {
                 "kind": "distribution",
                 "title": "Length of the trajectories when nothing caps them",
                 "x": "turns",
                 "series": {"successes": lengths.tolist(), "all": everything.tolist()},
-                "marks": {"cap": cap},
+                "marks": {"cap": _max_turns(judged), "cap in training": _max_turns(tight)},
             }
         },
     )
+
+
+def _compared(capped: Path, without: Path) -> tuple[Estimate, dict[str, Any]]:
+    """The difference that a cap makes, in points, and what there is to say of it."""
+    rates, free = metrics.task_rates(landed(capped)), metrics.task_rates(landed(without))
+    difference, p = stats.paired_difference(*metrics.paired(rates, free))
+    points = _points(difference)
+    cap, lengths = _max_turns(capped), _lengths(without, passed=True)
+    return points, {
+        "cap_turns": cap,
+        "pass_at_1_with_cap": _percent(rates),
+        "points": round(points.value, 2),
+        "low": round(points.low, 2),
+        "high": round(points.high, 2),
+        "p": p,
+        "successes_beyond_the_cap": int((lengths > cap).sum()),
+        "share_of_successes_beyond_the_cap": round(float((lengths > cap).mean()), 4) if len(lengths) else 0.0,
+        "successes_that_the_cap_ended": sum(_passed(t) and t.end_reason is EndReason.MAX_TURNS for t in landed(capped)),
+    }
+
+
+def _lengths(run: Path, *, passed: bool = False) -> stats.Floats:
+    """Turns of each trajectory, or of those that solved their task."""
+    return np.array([float(len(t.turns)) for t in landed(run) if not passed or _passed(t)])
 
 
 def _step_told(run: Path, seconds: stats.Floats) -> dict[str, Any]:

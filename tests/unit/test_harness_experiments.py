@@ -137,15 +137,19 @@ def test_step_time_without_the_cap_over_step_time_with_it(lab: Lab) -> None:
 @pytest.mark.parametrize(("lost", "harmless"), [(0, True), (10, False)])
 def test_a_cap_that_costs_successes_is_not_harmless(lab: Lab, lost: int, harmless: bool) -> None:
     trained_policy(lab)
-    free = [trajectory(n, passed=n < 40, turns=12 if n < lost else 4) for n in range(100)]
+    free = [trajectory(n, passed=n < 40, turns=30 if n < lost else 4) for n in range(100)]
     made_stage(lab, "eval-rl-uncapped", free, "limits.max_turns=64")
-    made_stage(lab, "eval-rl", [trajectory(n, passed=lost <= n < 40, turns=8 if n < lost else 4) for n in range(100)])
+    cut = [trajectory(n, passed=lost <= n < 40, turns=24 if n < lost else 4) for n in range(100)]
+    made_stage(lab, "eval-rl-capped", cut, "limits.max_turns=24")
+    made_stage(lab, "eval-rl", [trajectory(n, passed=10 <= n < 40, turns=8) for n in range(100)])
     found = cap.harmless(lab)
     assert found.estimate is not None
     assert found.estimate.value == pytest.approx(-lost)
-    assert found.detail["successes_beyond_the_cap"] == lost
-    assert found.detail["cap_turns"] == 8
+    assert (found.detail["cap_turns"], found.detail["successes_beyond_the_cap"]) == (24, lost)
     assert found.detail["pass_at_1_without_cap"] == 40.0
+    assert found.detail["the_cap_in_training"]["cap_turns"] == 8
+    assert found.detail["the_cap_in_training"]["points"] == -10.0
+    assert found.detail["the_cap_in_training"]["successes_that_the_cap_ended"] == 30
     assert holds(found) is harmless
 
 
