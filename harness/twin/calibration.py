@@ -6,7 +6,6 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 
 from harness.twin import sheets
 from harness.twin.sheets import Gpu, ModelShape
@@ -54,14 +53,14 @@ class Inputs:
     def given(self, **values: float) -> Inputs:
         """With other values for some inputs."""
         changed = {name: replace(self.entries[name], value=float(value)) for name, value in values.items()}
-        return replace(self, entries=MappingProxyType({**self.entries, **changed}))
+        return replace(self, entries={**self.entries, **changed})
 
     def on(self, *, model: str | None = None, gpu: str | None = None) -> Inputs:
         """For another model or GPU. Raises UsageError when it has no data sheet."""
         shape = self.shape if model is None else sheets.model(model)
         sheet = self.gpu if gpu is None else sheets.gpu(gpu)
         entries = {**self.entries, **_sheet_inputs(sheet)}
-        return replace(self, shape=shape, gpu_name=sheet.name, entries=MappingProxyType(entries))
+        return replace(self, shape=shape, gpu_name=sheet.name, entries=entries)
 
 
 def load(path: Path = CALIBRATION) -> Inputs:
@@ -77,7 +76,7 @@ def load(path: Path = CALIBRATION) -> Inputs:
         shape=sheets.model(data["model"]),
         gpu_name=sheet.name,
         seed=int(data["seed"]),
-        entries=MappingProxyType(entries),
+        entries=entries,
     )
 
 

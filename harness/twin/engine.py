@@ -58,12 +58,12 @@ class Request:
     retractions: int = 0
     queued_at_s: float = 0.0
     first_token_at_s: float | None = None
+    target: int = 0  # how many it will have sampled at its end
     _entry: int = 0  # number of its live entry in the heap of finishes; 0: not running
     _since: float = 0.0  # decode steps done when it was admitted
 
-    @property
-    def target(self) -> int:
-        return min(self.sample, self.max_new_tokens)
+    def __post_init__(self) -> None:
+        self.target = min(self.sample, self.max_new_tokens)
 
 
 @dataclass(slots=True)
@@ -313,30 +313,35 @@ class EngineModel:
     # ------------------------------------------------------------------------------------- requests come
 
     def _admit(self) -> None:
-        waiting, running = self._waiting, self._running
+        waiting, running, kept = self._waiting, self._running, self._kept
+        now_s = self.timeline.now_s
         while waiting and len(running) < self.max_running and self._fits(waiting[0]):
             request = waiting.popleft()
-            kept = self._kept.pop(request.prefix, 0.0)
-            self._kept_tokens -= kept
-            if not kept and request.group in self._kept:
-                kept = self._kept[request.group]
-                self._kept.move_to_end(request.group)
-            cached = min(kept, request.tokens - 1.0)
+            tokens = request.tokens
+            cached = kept.pop(request.prefix, 0.0)
+            if cached:
+                self._kept_tokens -= cached
+            elif request.group in kept:
+                cached = kept[request.group]
+                kept.move_to_end(request.group)
+            if cached > tokens - 1.0:
+                cached = tokens - 1.0  # the last token is always computed: its logits are needed
+            at_s = (self._at_s if self._at_s > now_s else now_s) + self.speed.prefill_s(tokens - cached, cached)
+            self._at_s = at_s
             if request.first_token_at_s is None:
+                request.first_token_at_s = at_s
                 request.cached_tokens = cached
-                self.totals.prompt += request.tokens
+                self.totals.prompt += tokens
                 self.totals.cached += cached
-            self._at_s = max(self._at_s, self.timeline.now_s) + self.speed.prefill_s(request.tokens - cached, cached)
-            if request.first_token_at_s is None:
-                request.first_token_at_s = self._at_s
             request.sampled += 1.0
-            request.tokens += 1.0
-            self._tokens += request.tokens
-            self._entry += 1
-            request._entry = self._entry
+            request.tokens = tokens + 1.0
+            self._tokens += tokens + 1.0
+            entry = self._entry = self._entry + 1
+            request._entry = entry
             request._since = self._steps
-            running[self._entry] = request
-            heapq.heappush(self._finishes, (self._steps + max(0.0, request.target - request.sampled), self._entry))
+            running[entry] = request
+            left = request.target - request.sampled
+            heapq.heappush(self._finishes, (self._steps + left if left > 0.0 else self._steps, entry))
 
     def _fits(self, request: Request) -> bool:
         running = self._running

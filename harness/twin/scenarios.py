@@ -32,6 +32,14 @@ _LONG_RUN = Intervals(tick_s=10.0, scale_s=5.0)
 _PLACE_DELAY_S = 1.0
 
 
+_EXTENSIVE = ("engines", "concurrent", "host_cores", "groups_per_step", "train_gpus")
+
+
+def half(inputs: Inputs) -> Inputs:
+    """Half of everything that there is several of: the same loads, so the same times, at half the price."""
+    return inputs.given(**{name: inputs[name] / 2 for name in _EXTENSIVE})
+
+
 def speed(inputs: Inputs) -> EngineSpeed:
     achieved = Achieved(
         bandwidth=min(1.0, inputs["bandwidth_share"]),

@@ -1,8 +1,8 @@
 """How far each prediction moves when an input is a fifth higher or lower: one input at a time, same seed.
 
 The ranges are kept in ``sensitivity.json`` beside the digest of what they were computed from, because they take some
-hundred simulations; `python -m harness.twin sensitivity` makes them anew. As shares of the figure at the inputs
-themselves they apply to a longer simulation, too.
+hundred simulations; `python -m harness.twin sensitivity` makes them anew, on half of the reference's set-up and in
+shorter simulations. They are shares of the figure at the inputs themselves, so they apply to the whole, too.
 """
 
 from __future__ import annotations

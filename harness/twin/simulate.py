@@ -6,6 +6,8 @@ age and size, which the trainer's own batcher reads. Same scenario, same result,
 
 from __future__ import annotations
 
+import gc
+
 from farm.dispatch import (
     AttemptFailed,
     AttemptLost,
@@ -57,7 +59,13 @@ _NOT_RESOLVED = Evidence(statuses={}, resolved=False, patch_applied=True, exit_c
 def simulate(scenario: Scenario, *, warm_up_s: float = 0.0) -> Result:
     """Run to the scenario's end. Peaks and totals of engines count from ``warm_up_s`` on."""
     world = _World(scenario)
-    return world.run(warm_up_s)
+    collecting = gc.isenabled()
+    gc.disable()  # millions of small records and no cycle among those that end: looking for some takes a fifth longer
+    try:
+        return world.run(warm_up_s)
+    finally:
+        if collecting:
+            gc.enable()
 
 
 class _World:
