@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -57,8 +58,8 @@ def rate(lab: Lab) -> Measurement:
             "pass_at_1_failures_excluded": round(100 * excluded.value, 2),
             "pass_at_1_failures_as_zero": round(100 * as_zero.value, 2),
             "bias_against_the_run_without_failures": {
-                "counted_as_zero": _bias(rates, rates.failed, clean),
-                "left_out": _bias(rates, rates.excluded, clean),
+                "counted_as_zero": _bias(_scores(rates, rates.failed) | dict.fromkeys(rates.ungraded, 0.0), clean),
+                "left_out": _bias(_scores(rates, rates.excluded), clean),
             },
             "training": _training(training),
             "retries": "off, so that every injected failure ends its trajectory",
@@ -67,12 +68,15 @@ def rate(lab: Lab) -> Measurement:
     )
 
 
-def _bias(rates: metrics.TaskRates, scores: Floats, clean: metrics.TaskRates) -> dict[str, float]:
-    """Points of pass@1 above the run without failures, over the tasks that both have graded."""
-    without = dict(zip(clean.ids, clean.excluded, strict=True))
-    common = [i for i, task in enumerate(rates.ids) if task in without]
-    expected = np.array([without[rates.ids[i]] for i in common])
-    difference, p = stats.paired_difference(scores[common], expected, rates.weights[common])
+def _scores(rates: metrics.TaskRates, values: Floats) -> dict[str, float]:
+    return {task: float(value) for task, value in zip(rates.ids, values, strict=True)}
+
+
+def _bias(scores: Mapping[str, float], clean: metrics.TaskRates) -> dict[str, float]:
+    """Points of pass@1 above the run without failures, over the tasks that have a score in both."""
+    common = [i for i, task in enumerate(clean.ids) if task in scores]
+    found = np.array([scores[clean.ids[i]] for i in common])
+    difference, p = stats.paired_difference(found, clean.excluded[common], clean.weights[common])
     return {
         "points": round(100 * difference.value, 2),
         "low": round(100 * difference.low, 2),
