@@ -116,7 +116,7 @@ class Scheduler:
         self._columns = np.arange(limits.capacity, dtype=np.int32)
         self._running: list[Request] = []
         self._waiting: deque[Request] = deque()
-        self._arrived = 0  # since the last admission
+        self._next_step = 0  # of these, how many only wait for the next step
         self._epoch = 1
         self._tick = 0
         self._sequence = 0
@@ -133,9 +133,9 @@ class Scheduler:
 
     @property
     def queued(self) -> int:
-        """Requests that the last admission left waiting, as SGLang's gauge counts them after each of its own. What came
-        since waits for the step to end, not for room."""
-        return self.waiting if self.paused else max(0, self.waiting - self._arrived)
+        """Requests that wait for room: those that the last admission left. What came since, and what was held back for
+        a prefix that another request is computing, waits for a step."""
+        return self.waiting if self.paused else max(0, self.waiting - self._next_step)
 
     @property
     def retracted_waiting(self) -> int:
@@ -163,7 +163,7 @@ class Scheduler:
         if self.limits.max_queued is not None and len(self._waiting) + 1 > self.limits.max_queued:
             raise QueueFullError
         self.counters.requests += 1
-        self._arrived += 1
+        self._next_step += 1
         self._waiting.append(request)
 
     def abort(self, prefix: str | None) -> None:
@@ -362,7 +362,7 @@ class Scheduler:
             else:
                 self._place(request, source, shared)
         self._waiting.extendleft(reversed(held_back))
-        self._arrived = 0
+        self._next_step = len(held_back)
 
     def _fits(self, request: Request) -> bool:
         """SGLang's rule: room for the whole request beside a share of what the running ones may still need."""
