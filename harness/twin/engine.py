@@ -13,8 +13,8 @@ aborted, once.
 The rules are SGLang's (and the embedded engine's): first come, first served; a request is admitted when its tokens and
 a share ``new_token_ratio`` of what all may still sample fit; that share starts at 0.7 and decays to 0.098 over 600
 steps; when the KV is full, kept prefixes go first, oldest first, then the requests that have sampled least go back to
-the queue; a pause sends all back, and a weight update drops everything kept. Simplification: a prefix that several
-requests share counts for each of them, which overstates KV use.
+the queue; a pause sends all back, and a weight update drops everything kept. Simplification: a prefix that is kept,
+and not running, counts for each that has it, so it is evicted a little early.
 """
 
 from __future__ import annotations
@@ -86,17 +86,21 @@ class EngineTotals:
 
 @dataclass(slots=True, eq=False)
 class EngineModel:
-    """Lives on ``timeline``. ``step`` is the policy it serves."""
+    """Lives on ``timeline``. ``step`` is the policy it serves. ``shares_prefixes``: a prompt that running requests have
+    in common is stored once (the embedded engine copies it)."""
 
     timeline: Timeline
     speed: EngineSpeed
     capacity_tokens: int
     max_running: int = MAX_RUNNING
+    shares_prefixes: bool = True
     step: int = 0
     totals: EngineTotals = field(default_factory=EngineTotals)
     _steps: float = 0.0
     _at_s: float = 0.0  # how far the state has been advanced; ahead of the time while it prefills
-    _tokens: float = 0.0
+    _tokens: float = 0.0  # KV that is stored for running requests
+    _reads: float = 0.0  # KV that a step reads: a shared prefix once for each request
+    _groups: dict[str, int] = field(default_factory=dict)  # running requests of each
     _running: dict[int, Request] = field(default_factory=dict)  # by entry, in order of admission
     _finishes: list[tuple[float, int]] = field(default_factory=list)
     _waiting: deque[Request] = field(default_factory=deque)
@@ -190,11 +194,12 @@ class EngineModel:
             return
         self.totals.busy_s += gone_s
         rate = self.speed.kv_token_s * batch
-        first = self.speed.step_s[batch] + self.speed.kv_token_s * self._tokens
+        first = self.speed.step_s[batch] + self.speed.kv_token_s * self._reads
         steps = (math.sqrt(first * first + 2.0 * rate * gone_s) - first) / rate if rate > 0.0 else gone_s / first
         self._steps += steps
         self.totals.use_s += gone_s * (self._tokens + 0.5 * batch * steps) / self.capacity_tokens
         self._tokens += batch * steps
+        self._reads += batch * steps
 
     def _settle(self) -> None:
         """Everything that follows from the present state: finishes, admissions, evictions, the next event."""
@@ -235,7 +240,7 @@ class EngineModel:
         if steps < 0.0:
             steps = 0.0
         speed = self.speed
-        taken_s = steps * (speed.step_s[batch] + speed.kv_token_s * (self._tokens + 0.5 * batch * steps))
+        taken_s = steps * (speed.step_s[batch] + speed.kv_token_s * (self._reads + 0.5 * batch * steps))
         wake_s = self._at_s + taken_s
         if wake_s != self._wake_s:
             self._wake_s = wake_s
@@ -277,9 +282,17 @@ class EngineModel:
         request._entry = 0
         request.sampled += more
         request.tokens += more
+        self._reads -= request.tokens
         self._tokens -= request.tokens
+        if self.shares_prefixes:
+            others = self._groups[request.group] - 1
+            if others:
+                self._groups[request.group] = others
+                self._tokens += request.group_tokens
+            else:
+                del self._groups[request.group]
         if not self._running:
-            self._tokens = 0.0  # no rounding is left behind
+            self._tokens = self._reads = 0.0  # no rounding is left behind
 
     def _keep(self, name: str, tokens: float) -> None:
         self._kept_tokens += tokens - self._kept.pop(name, 0.0)
@@ -335,7 +348,13 @@ class EngineModel:
                 self.totals.cached += cached
             request.sampled += 1.0
             request.tokens = tokens + 1.0
+            self._reads += tokens + 1.0
             self._tokens += tokens + 1.0
+            if self.shares_prefixes:
+                others = self._groups.get(request.group, 0)
+                self._groups[request.group] = others + 1
+                if others:
+                    self._tokens -= request.group_tokens
             entry = self._entry = self._entry + 1
             request._entry = entry
             request._since = self._steps

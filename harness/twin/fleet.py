@@ -42,7 +42,11 @@ class FleetModel:
         for number in range(settings.count):
             url = f"engine-{number}"
             self.engines[url] = EngineModel(
-                timeline, settings.speed, settings.capacity_tokens, max_running=settings.max_running
+                timeline,
+                settings.speed,
+                settings.capacity_tokens,
+                max_running=settings.max_running,
+                shares_prefixes=not settings.shared_cpu,
             )
             self._infos[url] = self._info(self._wanted)
             self._serve(url)

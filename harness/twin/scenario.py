@@ -16,7 +16,8 @@ from trainer.group import BatchRules
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engines:
-    """``shared_cpu``: the engine runs on the CPUs that the sandboxes share (the embedded one)."""
+    """``shared_cpu``: the engine runs on the CPUs that the sandboxes share (the embedded one, which also copies what
+    requests have in common instead of sharing it)."""
 
     count: int
     speed: EngineSpeed

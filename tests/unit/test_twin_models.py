@@ -206,6 +206,15 @@ def test_attempts_at_one_task_share_its_prompt() -> None:
     assert other.cached_tokens == 9  # the last token is always computed: its logits are needed
 
 
+@pytest.mark.parametrize(("shares", "used"), [(True, 10 + 2 * 1), (False, 2 * 11)])
+def test_a_prompt_in_common_is_stored_once(shares: bool, used: int) -> None:
+    _, engine, sink = _engine()
+    engine.shares_prefixes = shares
+    for name in "ab":
+        engine.submit(_request(name, sink, group="task"))
+    assert engine.used_tokens == used
+
+
 def test_a_weight_update_drops_what_is_kept() -> None:
     clock, engine, sink = _engine()
     engine.submit(_request("a", sink))
@@ -270,6 +279,10 @@ def test_aborted_requests_leave_nothing() -> None:
         engine.abort(request)
     clock.run(1e6)
     assert (engine.running, engine.waiting, engine.used_tokens, sink.done) == (0, 0, 0.0, {})
+    again = _request("c", sink)
+    engine.submit(again)
+    clock.run(1e6)
+    assert list(sink.done) == ["c"]
 
 
 # ---------------------------------------------------------------------------------- sandbox, trainer
