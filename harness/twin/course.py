@@ -39,6 +39,7 @@ class Course:
         "_deadline_s",
         "_limits",
         "_on_end",
+        "_record",
         "_request",
         "_script",
         "_site",
@@ -83,7 +84,8 @@ class Course:
         self._context = float(script.prompt)
         self._turn = 0
         self._unreadable = 0
-        self._request: Request | None = None
+        self._record: Request | None = None  # of all its generations, one after the other
+        self._request: Request | None = None  # the one that is being answered
         self._deadline_s = float("inf")
         self._asked_s = 0.0
         self.episode = episode
@@ -148,13 +150,11 @@ class Course:
             self._fail(self.fault, "injected")
             return
         self._deadline_s = now_s + self._limits.agent_s
-        self._next_turn(None)
+        self._next_turn()
 
     # ------------------------------------------------------------------------------------- turns
 
-    def _next_turn(self, _: None) -> None:
-        if self.over:
-            return
+    def _next_turn(self) -> None:
         overhead_s, cpu = self._site.overheads.turn_cpu_s, self._site.cpu
         if overhead_s and cpu is not None:
             cpu.run_job(overhead_s, self._generate)
@@ -164,35 +164,39 @@ class Course:
     def _generate(self, _: None) -> None:
         if self.over:
             return
-        left_s = self._deadline_s - self._site.clock.now_s
-        allowed = allowance(self._limits, turns=self._turn, context_tokens=int(self._context), left_s=left_s)
+        now_s, context, turn = self._site.clock.now_s, self._context, self._turn
+        allowed = allowance(self._limits, turns=turn, context_tokens=int(context), left_s=self._deadline_s - now_s)
         if isinstance(allowed, EndReason):
             self._end(allowed)
             return
         if self.fault is Boundary.ENGINE:
             self._fail(Boundary.ENGINE, "injected")
             return
-        if self.oldest_step is None:
+        script, record = self._script, self._record
+        if record is None:
             self.oldest_step = self.engine.step
-        script = self._script
-        request = Request(
-            prefix=self.episode_id,
-            group=self.episode.group_id,
-            group_tokens=script.prompt,
-            tokens=self._context,
-            sample=script.outputs[self._turn],
-            max_new_tokens=allowed,
-            on_done=self._generated,
-        )
-        self._request = request
-        self._asked_s = self._site.clock.now_s  # the engine may live in another time
-        self.prompt_tokens += self._context
-        self.engine.submit(request)
+            record = self._record = Request(
+                prefix=self.episode_id,
+                group=self.episode.group_id,
+                group_tokens=script.prompt,
+                tokens=context,
+                sample=script.outputs[turn],
+                max_new_tokens=allowed,
+                on_done=self._generated,
+            )
+        else:
+            record.again(context, script.outputs[turn], allowed)
+        self._request = record
+        self._asked_s = now_s  # the engine may live in another time
+        self.prompt_tokens += context
+        self.engine.submit(record)
 
     def _generated(self, request: Request) -> None:
         self._request = None
         now_s = self._site.clock.now_s
-        self.engine_wait_s = max(self.engine_wait_s, now_s - self._asked_s)
+        waited_s = now_s - self._asked_s
+        if waited_s > self.engine_wait_s:
+            self.engine_wait_s = waited_s
         if request.aborted:
             self._fail(Boundary.ENGINE, "aborted")
             return
@@ -221,11 +225,13 @@ class Course:
             self._observed(None)
 
     def _observed(self, _: None) -> None:
+        if self.over:
+            return
         self._context += self._script.observations[self._turn - 1]
         if self._turn >= len(self._script.outputs):
             self._end(self._script.end_reason)
         else:
-            self._next_turn(None)
+            self._next_turn()
 
     # ------------------------------------------------------------------------------------- the grade
 

@@ -63,7 +63,15 @@ class Request:
     _since: float = 0.0  # decode steps done when it was admitted
 
     def __post_init__(self) -> None:
-        self.target = min(self.sample, self.max_new_tokens)
+        self.target = self.sample if self.sample < self.max_new_tokens else self.max_new_tokens
+
+    def again(self, tokens: float, sample: int, max_new_tokens: int) -> None:
+        """The same record for the next turn (there are millions). Only once it has been answered."""
+        self.tokens, self.sample, self.max_new_tokens = tokens, sample, max_new_tokens
+        self.target = sample if sample < max_new_tokens else max_new_tokens
+        self.sampled = 0.0
+        self.cut = False
+        self.first_token_at_s = None
 
 
 @dataclass(slots=True)
@@ -257,21 +265,25 @@ class EngineModel:
     # ------------------------------------------------------------------------------------- requests leave
 
     def _finish_due(self) -> None:
-        finishes = self._finishes
+        finishes, running, kept = self._finishes, self._running, self._kept
         due = self._steps + _DUE_STEPS
-        while finishes and (finishes[0][0] <= due or finishes[0][1] not in self._running):
-            request = self._running.get(heapq.heappop(finishes)[1])
+        while finishes and (finishes[0][0] <= due or finishes[0][1] not in running):
+            request = running.get(finishes[0][1])
             if request is None:
+                heapq.heappop(finishes)
                 continue
             if self._at_s > self.timeline.now_s + _TINY_S:
-                heapq.heappush(finishes, (self._steps, request._entry))  # its first token is still being computed
-                return
+                return  # its last token is still being computed: a prefill goes first
+            heapq.heappop(finishes)
             self._leave(request)
             request.sampled = float(request.target)
             request.cut = request.sample > request.max_new_tokens
-            self._keep(request.prefix, request.tokens)
-            if request.group not in self._kept:
-                self._keep(request.group, request.group_tokens)
+            tokens, group = request.tokens, request.group
+            self._kept_tokens += tokens - kept.pop(request.prefix, 0.0)
+            kept[request.prefix] = tokens
+            if group not in kept:
+                kept[group] = request.group_tokens
+                self._kept_tokens += request.group_tokens
             self.totals.sampled += request.target
             request.on_done(request)
 
@@ -293,10 +305,6 @@ class EngineModel:
                 del self._groups[request.group]
         if not self._running:
             self._tokens = self._reads = 0.0  # no rounding is left behind
-
-    def _keep(self, name: str, tokens: float) -> None:
-        self._kept_tokens += tokens - self._kept.pop(name, 0.0)
-        self._kept[name] = tokens
 
     def _evict(self) -> None:
         while self._kept and self._kept_tokens + self._tokens > self.capacity_tokens:

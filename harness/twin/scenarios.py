@@ -73,7 +73,6 @@ def workload(inputs: Inputs) -> HeavyTail:
         command_sigma=inputs["command_sigma"],
         grade_s=inputs["grade_s"],
         grade_sigma=0.8,
-        tool_s=inputs["tool_s"],
         runaway=inputs["runaway"],
         pass_rate=min(0.95, inputs["pass_rate"]),
         seed=inputs.seed,

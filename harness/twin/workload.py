@@ -5,7 +5,7 @@ see the same episodes, so that their difference is not chance.
 
 A task has a length of its own, each attempt at it differs by ``attempt_sigma``; tokens and command times are
 log-normal, given by their means. A turn may run away (``runaway``): a generation without an end, which only a cap or
-the context ends.
+the context ends. What ends a command (``limits.tool_s``) is not its own affair.
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from farm.types import EndReason, Episode, ImageFiles, Task
 
+Floats = npt.NDArray[np.float64]
+
 ENDLESS = 1 << 40
+MAX_TURNS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +50,9 @@ class Workload(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class HeavyTail:
-    """Implements :class:`Workload`. Means are of one turn; ``tool_s`` ends a command."""
+    """Implements :class:`Workload`. Tokens and ``command_s`` are means of one turn."""
 
     turns_median: float
     task_sigma: float
@@ -62,35 +66,43 @@ class HeavyTail:
     command_sigma: float
     grade_s: float
     grade_sigma: float
-    tool_s: float
     runaway: float
     pass_rate: float
     seed: int = 0
 
+    @functools.cached_property
+    def _sigmas(self) -> Floats:
+        """[3, 1]: outputs, observations, commands."""
+        return np.array([[self.output_sigma], [self.observation_sigma], [self.command_sigma]])
+
+    @functools.cached_property
+    def _log_means(self) -> Floats:
+        means = np.array([[self.output_tokens], [self.observation_tokens], [self.command_s]])
+        return np.asarray(np.log(means) - self._sigmas**2 / 2)
+
     def script(self, episode: Episode, number: int) -> Script:
         draw = np.random.Generator(np.random.Philox(key=(episode.seed << 8) + number))
         length, skill = _task(episode.task.instance_id, self.seed)
-        normals = draw.standard_normal(4)
-        turns = math.exp(math.log(self.turns_median) + self.task_sigma * length + self.attempt_sigma * normals[0])
-        count = max(1, min(1000, round(turns)))
-        outputs = _lognormal(draw, self.output_tokens, self.output_sigma, count)
-        observations = _lognormal(draw, self.observation_tokens, self.observation_sigma, count)
-        commands = _lognormal(draw, self.command_s, self.command_sigma, count)
-        tokens: list[int] = np.maximum(outputs, 1.0).astype(np.int64).tolist()
-        uniforms = draw.random(count + 1)
-        for turn in np.flatnonzero(uniforms[:count] < self.runaway).tolist():
-            tokens[turn] = ENDLESS
-        # Tasks are between easy and hopeless: the chance of a task is spread by a Beta(0.5, ...) with this mean.
-        chance = _beta_like(skill, self.pass_rate)
+        own, grade, first_start, second_start = draw.standard_normal(4).tolist()
+        turns = self.turns_median * math.exp(self.task_sigma * length + self.attempt_sigma * own)
+        count = max(1, min(MAX_TURNS, round(turns)))
+        # Log-normal with the mean m: m * exp(sigma * z - sigma^2 / 2).
+        logs = draw.standard_normal((3, count)) * self._sigmas + self._log_means
+        outputs, observations, commands = np.exp(logs)
+        tokens: list[int] = outputs.astype(np.int64).tolist()
+        runs_away, luck = draw.random(count) < self.runaway, draw.random()
+        if runs_away.any():
+            for turn in np.flatnonzero(runs_away).tolist():
+                tokens[turn] = ENDLESS
         return Script(
             prompt=self.prompt_tokens,
-            outputs=tokens,
+            outputs=[n or 1 for n in tokens],
             observations=observations.astype(np.int64).tolist(),
-            commands_s=np.minimum(commands, self.tool_s).tolist(),
+            commands_s=commands.tolist(),
             collect_s=0.0,
-            grade_s=self.grade_s * math.exp(self.grade_sigma * normals[1] - self.grade_sigma**2 / 2),
-            reward=1.0 if uniforms[count] < chance else 0.0,
-            chances=(float(normals[2]), float(normals[3])),
+            grade_s=self.grade_s * math.exp(self.grade_sigma * grade - self.grade_sigma**2 / 2),
+            reward=1.0 if luck < _solved(skill, self.pass_rate) else 0.0,
+            chances=(first_start, second_start),
         )
 
 
@@ -113,12 +125,7 @@ def _task(instance_id: str, seed: int) -> tuple[float, float]:
     return float(draw.standard_normal()), float(draw.random())
 
 
-def _lognormal(
-    draw: np.random.Generator, mean: float, sigma: float, count: int
-) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    return mean * np.exp(sigma * draw.standard_normal(count) - sigma * sigma / 2)
-
-
-def _beta_like(uniform: float, mean: float) -> float:
-    """``uniform ** k`` has the mean ``1 / (k + 1)``: many tasks that are hardly ever solved, some nearly always."""
+def _solved(uniform: float, mean: float) -> float:
+    """The chance to solve a task: ``uniform ** k`` has the mean ``1 / (k + 1)``. Many tasks are hardly ever solved, some
+    nearly always."""
     return float(uniform ** (1.0 / mean - 1.0))

@@ -74,7 +74,6 @@ def _scenario(
             command_sigma=1.0,
             grade_s=5.0,
             grade_sigma=0.3,
-            tool_s=20.0,
             runaway=runaway,
             pass_rate=0.4,
             seed=seed,
