@@ -212,11 +212,13 @@ class Course:
             if turn + 1 >= len(script.outputs) and script.end_reason is EndReason.SUBMITTED:
                 self._end(EndReason.SUBMITTED)
                 return
-            left_s = self._deadline_s - now_s
+            command_s, left_s = script.commands_s[turn], self._deadline_s - now_s
             if left_s <= 0:
                 self._end(EndReason.TIME_LIMIT)
                 return
-            self._site.sandboxes.run(min(script.commands_s[turn], left_s, limits.tool_s), self._observed, None)
+            if command_s > limits.tool_s:
+                command_s = limits.tool_s
+            self._site.sandboxes.run(command_s if command_s < left_s else left_s, self._observed, None)
             return
         end = end_of_turn(limits, cut=True, context_tokens=int(self._context), unreadable=self._unreadable)
         if end is not None or turn + 1 >= len(script.outputs):

@@ -294,8 +294,8 @@ class _Maker:
             unit="%",
             text=f"peak {peak:.1f} % of {capacity / 1e6:.2f} M tokens, queue {run.peak_queued()}",
             agrees=all(agree.values()),
-            rule="agrees when the peak seen is, in whole percent, at most 23, the queue empty and the capacity within a "
-            "tenth of 1.5 M",
+            rule="agrees when the peak seen is, in whole percent, at most 23, the queue empty and the capacity within "
+            "a tenth of 1.5 M",
             detail={
                 "capacity_tokens": self._range("capacity_tokens", capacity),
                 "kv_bytes_per_token": self.runs.inputs.shape.kv_bytes_per_token,

@@ -126,6 +126,6 @@ def _task(instance_id: str, seed: int) -> tuple[float, float]:
 
 
 def _solved(uniform: float, mean: float) -> float:
-    """The chance to solve a task: ``uniform ** k`` has the mean ``1 / (k + 1)``. Many tasks are hardly ever solved, some
-    nearly always."""
+    """The chance to solve a task: ``uniform ** k`` has the mean ``1 / (k + 1)``. Many tasks are hardly ever solved,
+    some nearly always."""
     return float(uniform ** (1.0 / mean - 1.0))
