@@ -137,7 +137,7 @@ class Course:
     def give_up(self) -> None:
         """Cancelled: nothing more comes of it."""
         self._drop_request()
-        self.over = True
+        self._close()
 
     # ------------------------------------------------------------------------------------- sandboxes
 
@@ -270,14 +270,18 @@ class Course:
         # What a cap cut short has not earned what it would have.
         played = self._turn >= len(self._script.outputs) and self._unreadable == 0
         self.reward = self._script.reward if played else 0.0
-        self.over = True
+        self._close()
         self._on_end(self)
 
     def _fail(self, boundary: Boundary, kind: str) -> None:
         self.boundary, self.kind = boundary, kind
         self.end_reason = EndReason.FAILED
-        self.over = True
+        self._close()
         self._on_end(self)
+
+    def _close(self) -> None:
+        self.over = True
+        self._record = None  # it refers back to this: nothing must be left for the garbage collector
 
     def _drop_request(self) -> None:
         if self._request is not None:
