@@ -47,7 +47,6 @@ class Course:
         "_turn",
         "_unreadable",
         "boundary",
-        "cached",
         "end_reason",
         "engine",
         "engine_wait_s",
@@ -58,7 +57,6 @@ class Course:
         "number",
         "oldest_step",
         "over",
-        "prompt_tokens",
         "reward",
         "sampled",
         "start_s",
@@ -100,8 +98,6 @@ class Course:
         self.reward: float | None = None
         self.oldest_step: int | None = None
         self.sampled = 0
-        self.cached = 0.0
-        self.prompt_tokens = 0.0
         self.engine_wait_s = 0.0
         self.start_s: list[float] = []
         self.started_at_s = site.clock.now_s
@@ -188,7 +184,6 @@ class Course:
             record.again(context, script.outputs[turn], allowed)
         self._request = record
         self._asked_s = now_s  # the engine may live in another time
-        self.prompt_tokens += context
         self.engine.submit(record)
 
     def _generated(self, request: Request) -> None:
@@ -204,7 +199,6 @@ class Course:
         self._turn = turn + 1
         self._context = request.tokens
         self.sampled += request.target
-        self.cached += request.cached_tokens
         if request.cut:
             self._unreadable += 1
         else:

@@ -372,11 +372,9 @@ class EngineModel:
 
     def _fits(self, request: Request) -> bool:
         running = self._running
-        if not running:
+        if self._tokens + request.tokens + (len(running) + 1) * CLIP_NEW_TOKENS <= self.capacity_tokens or not running:
             return True
         ratio = max(RATIO_MIN, self._ratio - (RATIO_START - RATIO_MIN) / RATIO_STEPS * (self._steps - self._ratio_at))
         needed = self._tokens + request.tokens + min(request.max_new_tokens - request.sampled, CLIP_NEW_TOKENS)
-        if needed + len(running) * CLIP_NEW_TOKENS * ratio <= self.capacity_tokens:
-            return True
         left = sum(min(r.max_new_tokens - self.sampled_by(r), CLIP_NEW_TOKENS) for r in running.values())
         return needed + left * ratio <= self.capacity_tokens

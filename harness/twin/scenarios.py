@@ -28,7 +28,7 @@ _PAIR_90 = 1.6449 * math.sqrt(2.0)
 """The 90th percentile of ``|ln(a / b)|`` is this times sigma, for two log-normal attempts a, b with sigma each."""
 
 # A day in virtual time need not look as often as a farm does.
-_LONG_RUN = Intervals(tick_s=10.0, scale_s=5.0)
+_LONG_RUN = Intervals(tick_s=30.0, scale_s=5.0)
 _PLACE_DELAY_S = 1.0
 
 
