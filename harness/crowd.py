@@ -35,6 +35,7 @@ _TURN_TOKENS = 8
 _OBSERVED_TOKENS = 8
 _THINK_S = 0.02
 _LOOK_S = 0.25
+_GUARDED = 2.5  # times the time-out
 _WATCHED = 4  # times the time-out: how long at most the others are watched once the KV is full
 _SETTLE_S = 0.1
 
@@ -102,7 +103,7 @@ class Played:
 
 async def play(url: str, plan: CrowdPlan) -> dict[str, Played]:
     """``alone`` until the KV is full and all others have timed out since, or for a few time-outs; then ``guarded`` for
-    as long as that took."""
+    as long as somebody blocked would need to time out twice."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         alone = await _Crowd(session, url, plan, admitted=_at_once).play(until_full=True, seconds=plan.fill_s)
         await _calm(session, url)
@@ -120,7 +121,7 @@ async def play(url: str, plan: CrowdPlan) -> dict[str, Played]:
 
         try:
             crowd = _Crowd(session, url, plan, admitted=admitted, cap_tokens=plan.cap_tokens)
-            guarded = await crowd.play(until_full=False, seconds=alone.seconds)
+            guarded = await crowd.play(until_full=False, seconds=_GUARDED * plan.timeout_s)
         finally:
             supervisor.cancel()
             await asyncio.gather(supervisor, return_exceptions=True)

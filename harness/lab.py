@@ -37,11 +37,15 @@ STAGE_LIMIT_S = 3600.0
 
 _LOOK_S = 0.5
 _END_S = 60.0
+_SECOND_SIGNAL_S = 0.5  # two signals at once would be one
 _TOLD_CHARACTERS = 2000
 _KILL_LOOK_S, _KILL_WITHIN_S = 0.05, 1.0  # about a small step's time: a kill falls anywhere in it
 
+# A step's last trajectories wait to be sealed: part of every synchronous step, and none of what is compared.
+_SOON = "log.seal_age_s=0.3"
+
 # Many quick steps: at a rate that the noise of such small batches does not turn into damage.
-_SMALL_BATCHES = ("rollout.groups_per_step=2", "rollout.group_size=4", "log.seal_age_s=0.5")
+_SMALL_BATCHES = ("rollout.groups_per_step=2", "rollout.group_size=4", _SOON)
 _SMALL_BATCH_LR = 1e-4
 
 
@@ -132,8 +136,9 @@ class Lab:
         def work(folder: Path) -> None:
             self._command(
                 folder, "farm", "rollout", "--tasks", self.profile.benchmark,
-                "--attempts", str(attempts or self.profile.attempts), "--policy", str(policy), "--workers", "2",
-                "--run", str(folder / "run"), *limit, *_sets((*self.profile.settings, *settings)),
+                "--attempts", str(attempts or self.profile.attempts), "--policy", str(policy),
+                "--workers", str(self.profile.workers), "--run", str(folder / "run"), *limit,
+                *_sets((*self.profile.settings, *settings)),
             )  # fmt: skip
 
         return self.stage(name, work) / "run"
@@ -169,7 +174,7 @@ class Lab:
         """The run folder of RL from ``policy`` (default: after SFT): the farm and the trainer, two processes that share
         the logs."""
         start = policy or self.sft()
-        given = (f"rollout.groups_per_step={self.profile.rl_groups}", f"rollout.mode={mode}", *settings)
+        given = (_SOON, f"rollout.groups_per_step={self.profile.rl_groups}", f"rollout.mode={mode}", *settings)
 
         def work(folder: Path) -> None:
             with self._farm(folder, start, (*given, f"rollout.seed={seed}")) as farm:
@@ -201,14 +206,17 @@ class Lab:
 
     @contextmanager
     def _farm(self, folder: Path, policy: Path, settings: tuple[str, ...]) -> Iterator[subprocess.Popen[bytes]]:
-        """A farm on ``folder/run``, drained at the end."""
+        """A farm on ``folder/run``. At the end what still runs is given up: nobody waits for it."""
         farm = self._start(
-            folder / "farm.log", "farm", "up", "--workers", "2", "--tasks", self.profile.training,
+            folder / "farm.log", "farm", "up", "--workers", str(self.profile.workers), "--tasks", self.profile.training,
             "--run", str(folder / "run"), "--policy", str(policy), *_sets((*self.profile.settings, *settings)),
         )  # fmt: skip
         try:
             yield farm
         finally:
+            if farm.poll() is None:
+                farm.send_signal(signal.SIGINT)
+                _code(farm, _SECOND_SIGNAL_S)
             _stop(farm)
 
     def _killed(

@@ -44,6 +44,7 @@ class Profile:
     they are."""
 
     name: str
+    workers: int
     attempts: int
     benchmark_tasks: int | None  # None: all
     demonstrations: int
@@ -57,7 +58,7 @@ class Profile:
     sandbox_starts: int
     throughput_tasks: int
     throughput_attempts: int
-    throughput_slots: int  # of each of two workers
+    throughput_slots: int  # of each worker
     slow_sandbox: tuple[str, ...]
     fast_sandbox: tuple[str, ...]
     throughput_note: str
@@ -79,8 +80,8 @@ _CAPPED = ("limits.max_turns=24", *_PATIENT)
 _UNCAPPED = ("limits.max_turns=64", *_PATIENT)
 _DELAYED = "the embedded sandbox with the start latency of the reference's back ends added"
 _QUICK_S: dict[str, float] = {
-    "eval": 12, "sft": 15, "rl": 25, "compare": 25, "cap": 20, "infra": 12, "sandbox": 10, "throughput": 10, "kv": 20,
-    "restart": 50, "disjoint": 5,
+    "eval": 10, "sft": 10, "rl": 20, "compare": 18, "cap": 17, "infra": 10, "sandbox": 2, "throughput": 11, "kv": 21,
+    "restart": 38, "disjoint": 1,
 }  # fmt: skip
 _FULL_S: dict[str, float] = {
     "eval": 40, "sft": 30, "rl": 400, "compare": 70, "cap": 80, "infra": 40, "sandbox": 15, "throughput": 60, "kv": 45,
@@ -89,9 +90,10 @@ _FULL_S: dict[str, float] = {
 
 QUICK = Profile(
     name="quick",
+    workers=1,
     attempts=1,
     benchmark_tasks=20,
-    demonstrations=150,
+    demonstrations=80,
     rl_steps=2,
     rl_groups=4,
     compare_steps=2,
@@ -102,17 +104,18 @@ QUICK = Profile(
     sandbox_starts=20,
     throughput_tasks=16,
     throughput_attempts=1,
-    throughput_slots=8,
+    throughput_slots=16,
     slow_sandbox=("sandbox.start_delay_s=1.17",),
     fast_sandbox=("sandbox.start_delay_s=0.19",),
     throughput_note=f"{_DELAYED}, a tenth of it: 1.17 s and 0.19 s",
-    thrash_timeout_s=4.0,
+    thrash_timeout_s=3.0,
     restart_steps=8,
     infra_tasks=20,
     expected_s=_QUICK_S,
 )
 FULL = Profile(
     name="full",
+    workers=2,
     attempts=4,
     benchmark_tasks=None,
     demonstrations=600,
@@ -145,6 +148,7 @@ def cluster(environment: Mapping[str, str]) -> Profile:
     sandbox = environment.get(SANDBOX, "")
     return Profile(
         name="cluster",
+        workers=2,
         attempts=4,
         benchmark_tasks=100,
         demonstrations=600,

@@ -38,7 +38,7 @@ def ratio(lab: Lab) -> Measurement:
         detail={
             "slow": _told(slow),
             "fast": _told(fast),
-            "in_flight_at_most": 2 * profile.throughput_slots,
+            "in_flight_at_most": profile.workers * profile.throughput_slots,
             "back_ends": profile.throughput_note,
             "reading": "start latency alone, and a trajectory takes seconds here. In the reference it takes minutes: "
             "there the gain comes from the CPUs that sandboxes no longer take from the rest, not from the start",
