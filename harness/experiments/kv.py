@@ -85,6 +85,7 @@ def thrash(lab: Lab) -> Measurement:
 
     played = json.loads((lab.stage("kv-thrash", work) / "crowds.json").read_text())
     told = {name: _told(crowd_, plan.timeout_s) for name, crowd_ in played.items()}
+    budget_tokens = played["alone"]["loads"][0][1]["max_total_tokens"]  # the run's own: the plan may have changed since
     blocked = stats.wilson(told["alone"]["blocked"], told["alone"]["others"])
     return Measurement(
         estimate=Estimate(value=100 * blocked.value, low=100 * blocked.low, high=100 * blocked.high, n=blocked.n),
@@ -94,9 +95,9 @@ def thrash(lab: Lab) -> Measurement:
             **told,
             "endless": ENDLESS,
             "timeout_s": plan.timeout_s,
-            "kv_budget_tokens": BUDGET_TOKENS,
+            "kv_budget_tokens": budget_tokens,
             "cap_tokens": CAP_TOKENS,
-            "scale": f"1/{REPORTED_KV_TOKENS / BUDGET_TOKENS:.0f} of the reference's KV budget; how far the engine "
+            "scale": f"1/{REPORTED_KV_TOKENS / budget_tokens:.0f} of the reference's KV budget; how far the engine "
             "looks ahead at admission is scaled alike",
         },
         figures={
