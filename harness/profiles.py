@@ -38,7 +38,8 @@ class Profile:
     """``expected_s`` are the stages' durations on two idle cores; they only feed the "time left" line.
 
     ``benchmark`` and ``training`` are task sources of ``farm``, ``policy`` is the model to start from, and ``settings``
-    (``section.key=value``) choose the back ends named in ``back_ends``. ``*_groups`` are groups per step.
+    (``section.key=value``) choose the back ends named in ``back_ends``. ``*_groups`` are groups per step,
+    ``tail_steps`` those of each run with a long tail of trajectories.
     ``capped`` and ``uncapped``: settings with the cap on a trajectory's length that is judged, and without;
     ``slow_sandbox`` and ``fast_sandbox``: the two back ends of the throughput comparison, and ``throughput_note`` what
     they are."""
@@ -50,9 +51,8 @@ class Profile:
     demonstrations: int
     rl_steps: int
     rl_groups: int
-    compare_steps: int
-    cap_steps: int
-    cap_groups: int
+    tail_steps: int
+    tail_groups: int
     capped: tuple[str, ...]
     uncapped: tuple[str, ...]
     sandbox_starts: int
@@ -80,11 +80,11 @@ _CAPPED = ("limits.max_turns=24", *_PATIENT)
 _UNCAPPED = ("limits.max_turns=64", *_PATIENT)
 _DELAYED = "the embedded sandbox with the start latency of the reference's back ends added"
 _QUICK_S: dict[str, float] = {
-    "eval": 10, "sft": 10, "rl": 20, "compare": 18, "cap": 17, "infra": 10, "sandbox": 2, "throughput": 11, "kv": 21,
+    "eval": 10, "sft": 10, "rl": 20, "cap": 20, "infra": 10, "sandbox": 2, "throughput": 11, "kv": 21,
     "restart": 38, "disjoint": 1,
 }  # fmt: skip
 _FULL_S: dict[str, float] = {
-    "eval": 40, "sft": 30, "rl": 400, "compare": 70, "cap": 80, "infra": 40, "sandbox": 15, "throughput": 60, "kv": 45,
+    "eval": 40, "sft": 30, "rl": 400, "cap": 70, "infra": 40, "sandbox": 15, "throughput": 60, "kv": 45,
     "restart": 240, "disjoint": 5, "twin": 150, "twin-check": 60,
 }  # fmt: skip
 
@@ -96,9 +96,8 @@ QUICK = Profile(
     demonstrations=80,
     rl_steps=2,
     rl_groups=4,
-    compare_steps=2,
-    cap_steps=2,
-    cap_groups=1,
+    tail_steps=2,
+    tail_groups=1,
     capped=_CAPPED,
     uncapped=_UNCAPPED,
     sandbox_starts=20,
@@ -121,9 +120,8 @@ FULL = Profile(
     demonstrations=600,
     rl_steps=40,
     rl_groups=16,
-    compare_steps=6,
-    cap_steps=6,
-    cap_groups=4,
+    tail_steps=13,
+    tail_groups=4,
     capped=_CAPPED,
     uncapped=_UNCAPPED,
     sandbox_starts=100,
@@ -154,9 +152,8 @@ def cluster(environment: Mapping[str, str]) -> Profile:
         demonstrations=600,
         rl_steps=145,
         rl_groups=16,
-        compare_steps=20,
-        cap_steps=10,
-        cap_groups=16,
+        tail_steps=10,
+        tail_groups=16,
         capped=(),  # farm's own for SWE-bench rows: 100 turns, 32k tokens
         uncapped=("limits.max_turns=1000", "limits.max_context_tokens=262144", "engine.context_length=262144"),
         sandbox_starts=384,
@@ -173,7 +170,6 @@ def cluster(environment: Mapping[str, str]) -> Profile:
             "eval": 3_600,
             "sft": 7_200,
             "rl": 145 * 300,
-            "compare": 20 * 300,
             "cap": 10 * 850,
             "infra": 3_600,
             "sandbox": 600,

@@ -11,7 +11,7 @@ import numpy as np
 from farm.types import EndReason, Graded, Trajectory
 from harness import metrics, stats
 from harness.claims import Measurement
-from harness.experiments.runs import landed, policies, sources, step_seconds, steps
+from harness.experiments.runs import landed, policies, rambling, sources, step_seconds, steps
 from harness.lab import Lab
 from harness.stats import Estimate
 
@@ -19,14 +19,11 @@ MARGIN_POINTS = 5.0
 
 
 def step_time(lab: Lab) -> Measurement:
-    """Synchronous steps of a policy that rambles: the base policy, which hardly ever finds an end by itself."""
-    profile = lab.profile
-    runs = {}
-    for name, cap in (("without", profile.uncapped), ("with", profile.capped)):
-        settings = (f"rollout.groups_per_step={profile.cap_groups}", *cap)
-        runs[name] = lab.rl(
-            mode="sync", steps=profile.cap_steps, name=f"cap-{name}", policy=profile.policy, settings=settings
-        )
+    """Synchronous steps of a policy that rambles, without a cap and with it."""
+    runs = {
+        "without": rambling(lab, "cap-without", mode="sync", capped=False),
+        "with": rambling(lab, "cap-with", mode="sync", capped=True),
+    }
     slow, fast = (step_seconds(steps(runs[name])) for name in ("without", "with"))
     estimate = stats.median_ratio(slow, fast)
     return Measurement(

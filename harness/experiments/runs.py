@@ -10,6 +10,7 @@ import numpy as np
 
 from farm.types import PolicyVersion, Trajectory
 from harness import derived
+from harness.lab import Lab
 from harness.stats import Floats
 
 
@@ -36,3 +37,11 @@ def steps(run: Path) -> list[dict[str, Any]]:
 def step_seconds(lines: list[dict[str, Any]]) -> Floats:
     """Duration of each step, trainer's wait included; without the first, in which farm and engines start."""
     return np.array([line["wait_s"] + line["train_s"] for line in lines[1:]])
+
+
+def rambling(lab: Lab, name: str, *, mode: str, capped: bool) -> Path:
+    """A short training on few groups per step from the base policy, which hardly ever finds an end by itself: the long
+    tail of trajectories that a cap is for, and that asynchronous steps do not wait for."""
+    profile = lab.profile
+    settings = (f"rollout.groups_per_step={profile.tail_groups}", *(profile.capped if capped else profile.uncapped))
+    return lab.rl(mode=mode, steps=profile.tail_steps, name=name, policy=profile.policy, settings=settings)

@@ -36,7 +36,7 @@ from farm.types import (
 )
 from harness.claims import Measurement
 from harness.crowd import Client, Played
-from harness.experiments import cap, infra_errors, kv, restart, throughput
+from harness.experiments import async_step, cap, infra_errors, kv, restart, throughput
 from harness.lab import Lab
 from harness.profiles import QUICK
 from trainer.config import batch_rules
@@ -132,6 +132,17 @@ def test_step_time_without_the_cap_over_step_time_with_it(lab: Lab) -> None:
     made_stage(replace(lab, folder=lab.folder / "2"), "cap-without", rows, lines=took(9.0, 1.0, 2.0, 3.0))
     made_stage(replace(lab, folder=lab.folder / "2"), "cap-with", rows, lines=took(9.0, 1.0, 2.0, 3.0))
     assert not holds(cap.step_time(replace(lab, folder=lab.folder / "2")))
+
+
+def test_asynchronous_steps_against_synchronous_ones_on_the_same_work(lab: Lab) -> None:
+    rows = [trajectory(n, turns=n) for n in (2, 4)]
+    made_stage(lab, "cap-without", rows, lines=took(99.0, 6.0, 7.0, 8.0))
+    made_stage(lab, "cap-without-async", rows, lines=took(99.0, 2.0, 2.0, 2.0))
+    found = async_step.ratio(lab)
+    assert found.estimate is not None
+    assert (found.estimate.value, found.estimate.n) == (3.5, 3)
+    assert found.holds
+    assert found.detail["sync"]["wait_share"] > found.detail["async"]["wait_share"]
 
 
 @pytest.mark.parametrize(("lost", "harmless"), [(0, True), (10, False)])
