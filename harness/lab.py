@@ -170,16 +170,17 @@ class Lab:
         seed: int = 0,
         policy: Path | None = None,
         settings: tuple[str, ...] = (),
+        training: tuple[str, ...] = (),
     ) -> Path:
         """The run folder of RL from ``policy`` (default: after SFT): the farm and the trainer, two processes that share
-        the logs."""
+        the logs. ``settings`` are the farm's, ``training`` the trainer's."""
         start = policy or self.sft()
         given = (_SOON, f"rollout.groups_per_step={self.profile.rl_groups}", f"rollout.mode={mode}", *settings)
 
         def work(folder: Path) -> None:
             with self._farm(folder, start, (*given, f"rollout.seed={seed}")) as farm:
-                training = _training(folder, start, steps or self.profile.rl_steps, seed)
-                self._command(folder, "trainer", *training, beside=farm)
+                command = _training(folder, start, steps or self.profile.rl_steps, seed, *training)
+                self._command(folder, "trainer", *command, beside=farm)
 
         return self.stage(name, work) / "run"
 

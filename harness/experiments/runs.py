@@ -13,6 +13,8 @@ from harness import derived
 from harness.lab import Lab
 from harness.stats import Floats
 
+_STANDING_STILL = 1e-9  # learning rate
+
 
 def landed(run: Path) -> list[Trajectory]:
     """Every sealed trajectory of a run, in log order, without token ids and texts (:mod:`harness.derived`)."""
@@ -40,8 +42,16 @@ def step_seconds(lines: list[dict[str, Any]]) -> Floats:
 
 
 def rambling(lab: Lab, name: str, *, mode: str, capped: bool) -> Path:
-    """A short training on few groups per step from the base policy, which hardly ever finds an end by itself: the long
-    tail of trajectories that a cap is for, and that asynchronous steps do not wait for."""
+    """A short training on few groups per step of the base policy, which hardly ever finds an end by itself: the long
+    tail of trajectories that a cap is for, and that asynchronous steps do not wait for. It hardly learns, so that every
+    step has the same work: at the usual learning rate trajectories are half as long after a dozen steps."""
     profile = lab.profile
     settings = (f"rollout.groups_per_step={profile.tail_groups}", *(profile.capped if capped else profile.uncapped))
-    return lab.rl(mode=mode, steps=profile.tail_steps, name=name, policy=profile.policy, settings=settings)
+    return lab.rl(
+        mode=mode,
+        steps=profile.tail_steps,
+        name=name,
+        policy=profile.policy,
+        settings=settings,
+        training=(f"lr={_STANDING_STILL}",),
+    )
