@@ -84,8 +84,8 @@ _QUICK_S: dict[str, float] = {
     "restart": 38, "disjoint": 1,
 }  # fmt: skip
 _FULL_S: dict[str, float] = {
-    "eval": 40, "sft": 30, "rl": 400, "cap": 70, "infra": 40, "sandbox": 15, "throughput": 60, "kv": 45,
-    "restart": 240, "disjoint": 5, "twin": 150, "twin-check": 60,
+    "eval": 40, "sft": 30, "rl": 520, "cap": 85, "infra": 40, "sandbox": 15, "throughput": 60, "kv": 45,
+    "restart": 180, "disjoint": 5, "twin": 80, "twin-check": 40,
 }  # fmt: skip
 
 QUICK = Profile(
@@ -120,7 +120,7 @@ FULL = Profile(
     demonstrations=600,
     rl_steps=40,
     rl_groups=16,
-    tail_steps=13,
+    tail_steps=10,
     tail_groups=4,
     capped=_CAPPED,
     uncapped=_UNCAPPED,
