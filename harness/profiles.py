@@ -80,11 +80,11 @@ _CAPPED = ("limits.max_turns=24", *_PATIENT)
 _UNCAPPED = ("limits.max_turns=64", *_PATIENT)
 _DELAYED = "the embedded sandbox with the start latency of the reference's back ends added"
 _QUICK_S: dict[str, float] = {
-    "eval": 10, "sft": 10, "rl": 20, "cap": 20, "infra": 10, "sandbox": 2, "throughput": 11, "kv": 21,
+    "eval": 10, "sft": 10, "rl": 20, "cap": 15, "step": 15, "infra": 10, "sandbox": 2, "throughput": 11, "kv": 21,
     "restart": 38, "disjoint": 1,
 }  # fmt: skip
 _FULL_S: dict[str, float] = {
-    "eval": 40, "sft": 30, "rl": 520, "cap": 85, "infra": 40, "sandbox": 15, "throughput": 60, "kv": 45,
+    "eval": 40, "sft": 30, "rl": 520, "cap": 60, "step": 70, "infra": 40, "sandbox": 15, "throughput": 60, "kv": 45,
     "restart": 180, "disjoint": 5, "twin": 80, "twin-check": 40,
 }  # fmt: skip
 
@@ -120,7 +120,7 @@ FULL = Profile(
     demonstrations=600,
     rl_steps=40,
     rl_groups=16,
-    tail_steps=20,
+    tail_steps=14,
     tail_groups=2,
     capped=_CAPPED,
     uncapped=_UNCAPPED,
@@ -171,6 +171,7 @@ def cluster(environment: Mapping[str, str]) -> Profile:
             "sft": 7_200,
             "rl": 145 * 300,
             "cap": 10 * 850,
+            "step": 10 * 850,
             "infra": 3_600,
             "sandbox": 600,
             "throughput": 3_600,

@@ -20,7 +20,7 @@ STAGES = {
     "pass_rates.rl": ("sft", "eval-sft", "rl", "eval-rl"),
     "cap.step_time": ("cap-without", "cap-with"),
     "cap.harmless": ("sft", "rl", "eval-rl-uncapped", "eval-rl-capped", "eval-rl"),
-    "async_step.ratio": ("cap-without", "cap-without-async"),
+    "async_step.ratio": ("step-sync", "step-async"),
     "throughput.ratio": ("throughput-slow", "throughput-fast"),
     "sandbox_start.median": ("sandbox",),
     "kv.headroom": ("sft", "rl", "eval-rl"),

@@ -1,7 +1,8 @@
 """Step time and trainer wait: synchronous against asynchronous, from the same policy, tasks and seed.
 
-Trajectories have the long tail of a policy that rambles and no cap on their length: what there is to wait for. Where
-the same cores roll out and train, that is all an asynchronous step can gain; on nodes apart, training overlaps as well.
+What there is to wait for: the long tail of a policy that rambles without a cap, and sandboxes that take as long to start
+as the reference's. Where the same cores roll out and train, that is all an asynchronous step can gain; on nodes apart,
+training overlaps as well.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from harness.lab import Lab
 
 
 def ratio(lab: Lab) -> Measurement:
-    sync = rambling(lab, "cap-without", mode="sync", capped=False)
-    free = rambling(lab, "cap-without-async", mode="async", capped=False)
+    sandbox = lab.profile.fast_sandbox
+    sync = rambling(lab, "step-sync", mode="sync", capped=False, sandbox=sandbox)
+    free = rambling(lab, "step-async", mode="async", capped=False, sandbox=sandbox)
     lines = {"sync": steps(sync), "async": steps(free)}
     slow, fast = step_seconds(lines["sync"]), step_seconds(lines["async"])
     estimate = stats.median_ratio(slow, fast)
@@ -30,6 +32,7 @@ def ratio(lab: Lab) -> Measurement:
             "sync": _told(lines["sync"]),
             "async": _told(lines["async"]),
             "policy": "the base policy, from which both runs start; no cap on the length of a trajectory",
+            "sandbox": f"{lab.profile.throughput_note}; the fast one of the two",
             "left_out": "the first step of each run, which fills the pipeline",
         },
         sources=sources(sync) + sources(free),

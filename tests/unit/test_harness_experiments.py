@@ -136,8 +136,8 @@ def test_step_time_without_the_cap_over_step_time_with_it(lab: Lab) -> None:
 
 def test_asynchronous_steps_against_synchronous_ones_on_the_same_work(lab: Lab) -> None:
     rows = [trajectory(n, turns=n) for n in (2, 4)]
-    made_stage(lab, "cap-without", rows, lines=took(99.0, 6.0, 7.0, 8.0))
-    made_stage(lab, "cap-without-async", rows, lines=took(99.0, 2.0, 2.0, 2.0))
+    made_stage(lab, "step-sync", rows, lines=took(99.0, 6.0, 7.0, 8.0))
+    made_stage(lab, "step-async", rows, lines=took(99.0, 2.0, 2.0, 2.0))
     found = async_step.ratio(lab)
     assert found.estimate is not None
     assert (found.estimate.value, found.estimate.n) == (3.5, 3)
