@@ -1,8 +1,8 @@
 """Step time and trainer wait: synchronous against asynchronous, from the same policy, tasks and seed.
 
-What there is to wait for: the long tail of a policy that rambles without a cap, and sandboxes that take as long to start
-as the reference's. Where the same cores roll out and train, that is all an asynchronous step can gain; on nodes apart,
-training overlaps as well.
+What there is to wait for: the long tail of a policy that rambles without a cap, and sandboxes that take as long to
+start as the reference's. Where the same cores roll out and train, that is all an asynchronous step can gain; on nodes
+apart, training overlaps as well.
 """
 
 from __future__ import annotations
