@@ -7,16 +7,19 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
+from farm.breaker import Trip
 from farm.cli import main
 from farm.config import load_config
 from farm.durable import FolderLock
 from farm.render.micro_tokenizer import save_tokenizer, train_tokenizer
 from farm.run_folder import RunFolder
 from farm.start import open_run
+from farm.types import Boundary
 
 
 def refused(*arguments: str, code: int = 2) -> str:
@@ -170,3 +173,15 @@ def test_two_farms_on_one_folder(tmp_path: Path) -> None:
     finally:
         held.release()
     assert "is the farm already" in text
+
+
+def test_a_farm_that_its_breaker_stopped_ends_with_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trip = Trip(boundary=Boundary.GRADER, kind="no_markers", attempts=48, seconds=12.0, message="no test ran")
+
+    async def stopped(*_: object, **__: object) -> SimpleNamespace:
+        return SimpleNamespace(tripped=trip, finished=False)
+
+    monkeypatch.setattr("farm.start.run_farm", stopped)
+    arguments = ("--tasks", "micro:benchmark", "--agent", "oracle")
+    told = refused("rollout", "--run", str(tmp_path / "run"), *arguments, code=1)
+    assert "48 attempts failed at grader (no_markers)" in told
