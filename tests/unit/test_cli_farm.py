@@ -19,6 +19,7 @@ from farm.durable import FolderLock
 from farm.render.micro_tokenizer import save_tokenizer, train_tokenizer
 from farm.run_folder import RunFolder
 from farm.start import open_run
+from farm.trajectory_log import DirectoryLog
 from farm.types import Boundary
 
 
@@ -178,7 +179,8 @@ def test_two_farms_on_one_folder(tmp_path: Path) -> None:
 def test_a_farm_that_its_breaker_stopped_ends_with_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trip = Trip(boundary=Boundary.GRADER, kind="no_markers", attempts=48, seconds=12.0, message="no test ran")
 
-    async def stopped(*_: object, **__: object) -> SimpleNamespace:
+    async def stopped(run: RunFolder, *_: object, **__: object) -> SimpleNamespace:
+        DirectoryLog(run.trajectories)
         return SimpleNamespace(tripped=trip, finished=False)
 
     monkeypatch.setattr("farm.start.run_farm", stopped)
