@@ -4,9 +4,9 @@
 #   POLICY=FOLDER ci/show-gate.sh [CASE...]     cases: unchanged bad-policy slow-down (default: all)
 #
 # POLICY: a policy that solves well more than the margin of 5 points (default: the last of the full reproduction's RL run).
-# TASKS: only so many tasks of the benchmark (default: all). BUDGET_MINUTES: of each case (60).
+# TASKS: only so many tasks of the benchmark (default: all). BUDGET_MINUTES: of each case (75).
 # SLOW: by which share each forward pass of the engine is lengthened (0.6); the table says what that makes of a step.
-# Everything happens in build/show-gate, on a checkout of HEAD. On an idle machine: about 10 to 60 minutes a case.
+# Everything happens in build/show-gate, on a checkout of HEAD. On an idle machine: about 5 to 60 minutes a case.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
@@ -83,7 +83,7 @@ gate --update-baseline --policy "$tree/ci/policy" "${limit[@]}"
 wrong=0
 for case in "${cases[@]}"; do
   echo "== $case"
-  options=(--base HEAD --budget-minutes "${BUDGET_MINUTES:-60}")
+  options=(--base HEAD --budget-minutes "${BUDGET_MINUTES:-75}")
   expected=0
   case $case in
     bad-policy) plant_bad_policy; options+=(--policy "$tree/ci/bad-policy"); expected=1 ;;

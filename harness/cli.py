@@ -99,7 +99,7 @@ def bench(out: Path) -> None:
 @click.option(
     "--policy", type=click.Path(path_type=Path), help="Policy to judge. Default: the one at the baseline's path."
 )
-@click.option("--budget-minutes", type=click.FloatRange(min=0), default=60.0, show_default=True,
+@click.option("--budget-minutes", type=click.FloatRange(min=0), default=75.0, show_default=True,
               help="No further look is begun that would end after it.")  # fmt: skip
 @click.option("--update-baseline", is_flag=True, help="Measure this commit and put the run into the baseline instead.")
 @click.option("--limit", type=click.IntRange(min=2), help="With --update-baseline: only the first N tasks.")

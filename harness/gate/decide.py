@@ -67,9 +67,10 @@ Readings = Mapping[str, Sequence[Reading | Missing]]
 
 def judge(tests: Mapping[str, Criterion], readings: Readings, *, alpha: float) -> Verdict:
     """The answer after the readings so far, one per look and metric. Metrics without any are open."""
-    missing = {name: reason for name in tests if (reason := _missing(readings.get(name, ())))}
     passed_at = {name: _first_pass(test, readings.get(name, ()), alpha) for name, test in tests.items()}
-    seen = {name: _until(readings.get(name, ()), passed_at[name]) for name in tests if name not in missing}
+    counted = {name: _until(readings.get(name, ()), passed_at[name]) for name in tests}
+    missing = {name: reason for name in tests if (reason := _missing(counted[name]))}
+    seen = {name: [r for r in counted[name] if isinstance(r, Reading)] for name in tests if name not in missing}
     worse: dict[str, int] = {}
     levels_used: dict[str, float] = {}
     # Holm (1979, with weights): each rejection leaves all of alpha to fewer metrics.
@@ -84,7 +85,7 @@ def judge(tests: Mapping[str, Criterion], readings: Readings, *, alpha: float) -
     findings = {}
     for name, test in tests.items():
         if name in missing:
-            findings[name] = _closed(len(readings[name]), missing[name])
+            findings[name] = _closed(len(counted[name]), missing[name])
         else:
             findings[name] = _finding(test, seen[name], passed_at[name], worse.get(name), alpha, levels_used[name])
     answers = {finding.answer for finding in findings.values()}
@@ -136,10 +137,9 @@ def _first_worse(test: Criterion, readings: Sequence[Reading], alpha: float) -> 
     return None
 
 
-def _until(readings: Sequence[Reading | Missing], look: int | None) -> list[Reading]:
+def _until(readings: Sequence[Reading | Missing], look: int | None) -> Sequence[Reading | Missing]:
     """The readings that count: those up to the look at which the metric passed."""
-    counted = readings if look is None else readings[: look + 1]
-    return [reading for reading in counted if isinstance(reading, Reading)]
+    return readings if look is None else readings[: look + 1]
 
 
 def _closed(looks: int, reason: str) -> Finding:

@@ -36,6 +36,10 @@ class BenchError(Exception):
     """Something could not be measured; the message says what."""
 
 
+class BaseError(Exception):
+    """The base, which is trusted, could not be measured: that says nothing of the candidate."""
+
+
 class Bench(Protocol):
     """Where measurements come from. Both methods raise BenchError when nothing can be measured."""
 
@@ -82,7 +86,7 @@ def look_until_decided(
     say: Callable[[str], None] = lambda _: None,
 ) -> Outcome:
     """Run the gate. ``weights``: of the tasks; ``clock``: seconds. The first look at each source is taken whatever the
-    budget; a later one only if, at the pace so far, it ends within it."""
+    budget; a later one only if, at the pace so far, it ends within it. Raises BaseError."""
     tests = plan(design, sum(base.graded.values()) / len(weights))
     state = _State(bench=bench, design=design, base=base, weights=weights, say=say)
     verdict = judge(tests, state.readings, alpha=design.alpha)
@@ -154,10 +158,23 @@ class _State:
     def _cycle(self) -> None:
         first = 2 * len(self.pairs)
         a, b, c, d = (
-            self.bench.block(side, first + place)
+            self._block(side, first + place)
             for place, side in enumerate((Side.BASE, Side.CANDIDATE, Side.CANDIDATE, Side.BASE))
         )
         self.pairs += [(a, b), (d, c)]
+
+    def _block(self, side: Side, number: int) -> Block:
+        """Measured anew once: a hiccup of the machine in one of forty blocks is no regression."""
+        try:
+            return self.bench.block(side, number)
+        except BenchError as error:
+            self.say(f"  {error}; once more")
+        try:
+            return self.bench.block(side, number)
+        except BenchError as error:
+            if side is Side.BASE:
+                raise BaseError(str(error)) from error
+            raise
 
     def _read(self, source: Source, missing: Missing | None) -> None:
         for metric in self.design.metrics:

@@ -26,7 +26,7 @@ from harness.gate.bench import LocalBench
 from harness.gate.decide import EXIT_CODE, Answer, Finding
 from harness.gate.design import DESIGN, PASS_AT_1, Design, Metric
 from harness.gate.evidence import Missing, pass_reading, rate
-from harness.gate.looks import BenchError, Outcome, Side, look_until_decided
+from harness.gate.looks import BaseError, BenchError, Outcome, Side, look_until_decided
 from harness.gate.trees import Tree
 from harness.provenance import ROOT, machine
 
@@ -55,15 +55,20 @@ def gate(path: Path, *, base: str | None, policy: Path | None, budget_minutes: f
             folder, sides, policy=chosen, tasks=baseline.tasks, limit=baseline.limit, steps=design.steps,
             seed=_CANDIDATE_SEED, say=lambda text: console.print(text, highlight=False),
         )  # fmt: skip
-        outcome = look_until_decided(
-            bench,
-            design=design,
-            base=baseline.counts,
-            weights=baseline.weights,
-            budget_s=60 * budget_minutes,
-            clock=time.monotonic,
-            say=lambda text: console.print(text, highlight=False),
-        )
+        try:
+            outcome = look_until_decided(
+                bench,
+                design=design,
+                base=baseline.counts,
+                weights=baseline.weights,
+                budget_s=60 * budget_minutes,
+                clock=time.monotonic,
+                say=lambda text: console.print(text, highlight=False),
+            )
+        except BaseError as error:
+            raise UsageError(
+                f"base {commit[:12]}: {error}; nothing can be compared with it, choose another --base"
+            ) from None
     record = _record(outcome, design) | {
         "base": commit,
         "candidate": trees.head(ROOT),

@@ -1,10 +1,10 @@
 """How often the gate is wrong, by simulation of its own decision code: ``python -m harness.gate.simulate``.
 
 The world that is simulated: 100 tasks whose pass rates follow a beta distribution (mean 27.5 %, within-task correlation
-0.5), a baseline of 16 attempts each; steps whose times scatter by 16 % with a correlation of -0.4 from one to the next
-(as in the RL run of the report of version 0.1.0: who waited long finds the next batch ready), blocks that differ by
-another 3 %, one block in fifty that a neighbour on the machine makes 30 % slower, and a machine that slows down by 10 %
-over the whole run.
+0.5), a baseline of 16 attempts each; synchronous steps whose times scatter by 10 % (docs/gate.md: what was measured),
+blocks that differ by another 3 %, one block in fifty that a neighbour on the machine makes 30 % slower, and a machine
+that slows down by 10 % over the whole run. Time passes as it does in the full reproduction, so that the budget ends
+what it would end.
 """
 
 from __future__ import annotations
@@ -14,13 +14,24 @@ from dataclasses import dataclass
 import numpy as np
 
 from harness.gate.decide import Answer
-from harness.gate.design import DESIGN, SANDBOX, STEP_MEDIAN, STEP_P95, THROUGHPUT, TOKENS, Design, Source
+from harness.gate.design import (
+    BUDGET_MINUTES,
+    DESIGN,
+    SANDBOX,
+    STEP_MEDIAN,
+    STEP_P95,
+    THROUGHPUT,
+    TOKENS,
+    Design,
+    Source,
+)
 from harness.gate.evidence import Block, Counts
 from harness.gate.looks import Outcome, Side, look_until_decided
 from harness.stats import Floats
 
 TASKS, RATE, CORRELATION, BASE_ATTEMPTS = 100, 0.275, 0.5, 16
-STEP_S, STEP_SPREAD, STEP_CORRELATION, EPISODES = 10.0, 0.16, -0.4, 128
+STEP_S, STEP_SPREAD, EPISODES = 10.6, 0.10, 128
+BLOCK_START_S, ATTEMPT_S = 20.0, 0.1  # what a block takes beside its steps; one attempt at one task
 BLOCK_SPREAD, NEIGHBOUR, NEIGHBOUR_SHARE, DRIFT = 0.03, 1.3, 0.02, 0.10
 
 
@@ -53,9 +64,11 @@ class Frequencies:
     cycles: float
 
 
-def simulate(scenario: Scenario, *, repeats: int, seed: int = 0, design: Design = DESIGN) -> Frequencies:
+def simulate(
+    scenario: Scenario, *, repeats: int, seed: int = 0, design: Design = DESIGN, budget_s: float = 60 * BUDGET_MINUTES
+) -> Frequencies:
     """Run the gate ``repeats`` times on made-up measurements."""
-    ends = [_once(scenario, np.random.default_rng([seed, number]), design) for number in range(repeats)]
+    ends = [_once(scenario, np.random.default_rng([seed, number]), design, budget_s) for number in range(repeats)]
 
     def share(answer: Answer) -> float:
         return sum(end.verdict.answer is answer for end in ends) / repeats
@@ -73,12 +86,19 @@ def simulate(scenario: Scenario, *, repeats: int, seed: int = 0, design: Design 
     )
 
 
-def _once(scenario: Scenario, rng: np.random.Generator, design: Design) -> Outcome:
+def _once(scenario: Scenario, rng: np.random.Generator, design: Design, budget_s: float) -> Outcome:
     scale = 1 / CORRELATION - 1
     rates = rng.beta(RATE * scale, (1 - RATE) * scale, size=TASKS)
     base = _attempts(rates, BASE_ATTEMPTS, rng)
     bench = SimulatedBench(scenario, rates, design, rng)
-    return look_until_decided(bench, design=design, base=base, weights=dict.fromkeys(base.graded, 1.0))
+    return look_until_decided(
+        bench,
+        design=design,
+        base=base,
+        weights=dict.fromkeys(base.graded, 1.0),
+        budget_s=budget_s,
+        clock=lambda: bench.now_s,
+    )
 
 
 class SimulatedBench:
@@ -91,8 +111,10 @@ class SimulatedBench:
         self._steps = design.steps - 1
         self._blocks = 4 * design.cycles[-1]
         self._rng = rng
+        self.now_s = 0.0
 
     def rollouts(self, attempts: int, look: int) -> Counts:
+        self.now_s += attempts * len(self._rates) * ATTEMPT_S
         return _attempts(self._rates, attempts, self._rng)
 
     def block(self, side: Side, number: int) -> Block:
@@ -100,10 +122,9 @@ class SimulatedBench:
         machine = np.exp(rng.normal(0, BLOCK_SPREAD)) * (1 + DRIFT * number / self._blocks)
         machine *= NEIGHBOUR if rng.random() < NEIGHBOUR_SHARE else 1.0
         noise = rng.normal(0, STEP_SPREAD, size=self._steps)
-        for step in range(1, len(noise)):
-            noise[step] = STEP_CORRELATION * noise[step - 1] + (1 - STEP_CORRELATION**2) ** 0.5 * noise[step]
         steps = STEP_S * machine * (self._slow if side is Side.CANDIDATE else 1.0) * np.exp(noise)
         per_s = EPISODES * len(steps) / steps.sum()
+        self.now_s += BLOCK_START_S + float(steps.sum()) * (1 + 1 / len(steps))  # the first step is left out
         return {
             STEP_MEDIAN.name: float(np.median(steps)),
             STEP_P95.name: float(np.quantile(steps, 0.95)),

@@ -20,7 +20,7 @@ from harness.gate.evidence import (
     pooled,
     ratio_reading,
 )
-from harness.gate.looks import BenchError, Side, look_until_decided
+from harness.gate.looks import BaseError, BenchError, Side, look_until_decided
 from harness.gate.simulate import AT_MARGIN_RATE, AT_MARGIN_TIME, BAD_RATE, BAD_TIME, UNCHANGED, simulate
 
 TASKS = [f"t{n}" for n in range(20)]
@@ -122,8 +122,17 @@ def test_a_training_without_steps_has_no_figures() -> None:
 class FakeBench:
     """Every measurement is the same; time passes by one second for each unit."""
 
-    def __init__(self, *, passed: int = 2, ratio: float = 1.0, broken: Source | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        passed: int = 2,
+        ratio: float = 1.0,
+        broken: Source | None = None,
+        broken_side: Side = Side.CANDIDATE,
+        broken_times: float = math.inf,
+    ) -> None:
         self.passed, self.ratio, self.broken = passed, ratio, broken
+        self.broken_side, self.broken_times = broken_side, broken_times
         self.sides: list[Side] = []
         self.seconds = 0.0
 
@@ -134,11 +143,12 @@ class FakeBench:
         return counts(self.passed * attempts // 4, attempts)
 
     def block(self, side: Side, number: int) -> Block:
+        self.seconds += 1
+        if self.broken is Source.BLOCKS and side is self.broken_side and self.broken_times > 0:
+            self.broken_times -= 1
+            raise BenchError("trainer ended with 1")
         assert number == len(self.sides)
         self.sides.append(side)
-        self.seconds += 1
-        if self.broken is Source.BLOCKS:
-            raise BenchError("trainer ended with 1")
         slow = self.ratio if side is Side.CANDIDATE else 1.0
         slow *= 1 + 0.001 * (number % 3)
         return {m.name: 1 / slow if m.higher_is_better else slow for m in DESIGN.metrics}
@@ -194,6 +204,19 @@ def test_a_broken_bench_fails_closed(source: Source) -> None:
     assert found.verdict.answer is Answer.REGRESSION
     name = PASS_AT_1.name if source is Source.ROLLOUTS else STEP_MEDIAN.name
     assert "ended with 1" in found.verdict.findings[name].reason
+
+
+def test_a_block_that_fails_once_is_measured_again() -> None:
+    found = look_until_decided(
+        FakeBench(passed=4, broken=Source.BLOCKS, broken_times=1), design=DESIGN, base=counts(8, 16), weights=WEIGHTS
+    )
+    assert found.verdict.answer is Answer.PASS
+
+
+def test_a_base_that_fails_says_nothing_of_the_candidate() -> None:
+    bench = FakeBench(passed=4, broken=Source.BLOCKS, broken_side=Side.BASE)
+    with pytest.raises(BaseError, match="ended with 1"):
+        look_until_decided(bench, design=DESIGN, base=counts(8, 16), weights=WEIGHTS)
 
 
 @pytest.fixture(scope="module")
