@@ -88,17 +88,21 @@ class Task:
     fail_to_pass: tuple[str, ...]
     pass_to_pass: tuple[str, ...]
     eval_script: str
-    log_parser: str  # key of farm.grader.parsers.PARSERS
+    log_parser: str  # what the task's grader reads its log with: a key of farm.grader.parsers.PARSERS, or swebench's
     workspace: Workspace
     image: str = "host"
     version: str = ""
     workdir: str = "/testbed"
     strata: Mapping[str, str] = field(default_factory=dict)  # e.g. {"kind": "compare", "size": "1"}
     weight: float = 1.0
+    eval_type: str = ""  # of SWE-bench rows: "pass_and_fail" or "fail_only"
 
     @property
     def digest(self) -> str:
-        return content_digest(asdict(self))
+        content = asdict(self)
+        if not self.eval_type:  # as before there was such a field: known tasks keep their identity
+            del content["eval_type"]
+        return content_digest(content)
 
 
 # ------------------------------------------------------------------------------------------- episodes
