@@ -164,3 +164,6 @@ class _FailingGrader:
 
     async def grade(self, task: Task, patch: str, *, sandbox: Sandbox, limits: Limits) -> Evidence:
         raise self._error
+
+    async def close(self) -> None:
+        return

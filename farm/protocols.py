@@ -226,6 +226,10 @@ class Grader(Protocol):
         """Grade ``patch`` in a *fresh* sandbox. Raises ``GraderError`` when it can't be carried out."""
         ...
 
+    async def close(self) -> None:
+        """End what the grader keeps running between gradings, if anything."""
+        ...
+
 
 # ----------------------------------------------------------------------------------------------- logs
 

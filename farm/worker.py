@@ -56,6 +56,7 @@ class WorkerOptions:
     renderer: str
     grader: str
     model_path: str
+    agent_command: tuple[str, ...] = ()
     start_delay_s: float = 0.0
     fault_rate: float = 0.0
     fault_seed: int = 0
@@ -112,7 +113,7 @@ class EpisodeWorker:
         self._provider = make_provider(options.provider)
         if options.start_delay_s:
             self._provider = SlowStarts(self._provider, options.start_delay_s)
-        self._agent = make_agent(options.agent)
+        self._agent = make_agent(options.agent, command=options.agent_command)
         self._grader = make_grader(options.grader)
         self._renderer: Renderer = (
             make_renderer(options.renderer, options.model_path) if options.model_path else NoRenderer()
@@ -140,6 +141,7 @@ class EpisodeWorker:
             with contextlib.suppress(FarmError, OSError):
                 await engine.close()
         self._engines.clear()
+        await self._grader.close()
 
     async def _bounded(self, attempt: Attempt) -> Trajectory:
         started_at_s = self._now()

@@ -85,13 +85,22 @@ def regrade(
         limits=config.limits.limits,
     )
     say(f"{len({(t.task_digest, t.patch) for t in known})} patches of {len(known)} episodes to grade")
-    episodes, gradings = asyncio.run(compare(known, tasks, parts, concurrency=concurrency))
+    episodes, gradings = asyncio.run(_compare_and_close(known, tasks, parts, concurrency))
     return Regrade(
         episodes=tuple(episodes),
         gradings=gradings,
         without_tests=len(rows) - len(tested),
         other_tasks=len(tested) - len(known),
     )
+
+
+async def _compare_and_close(
+    rows: Sequence[Trajectory], tasks: Mapping[str, Task], parts: Parts, concurrency: int
+) -> tuple[list[Regraded], int]:
+    try:
+        return await compare(rows, tasks, parts, concurrency=concurrency)
+    finally:
+        await parts.grader.close()
 
 
 async def compare(

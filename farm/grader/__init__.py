@@ -8,13 +8,16 @@ from farm.errors import UsageError
 from farm.protocols import Grader, SandboxSpec
 from farm.types import Limits, Task
 
-GRADERS = {"tests": "farm.grader.tests:TestGrader"}
+GRADERS = {
+    "tests": "farm.grader.tests:TestGrader",
+    "swebench": "farm.grader.swebench:SwebenchGrader",  # needs the extra of the same name
+}
 
 MAX_LOG_BYTES = 4 << 20
 
 
 def make_grader(name: str) -> Grader:
-    """The grader called ``name``. Raises UsageError on an unknown one."""
+    """The grader called ``name``. Raises UsageError on an unknown one, or when the package it needs is missing."""
     if name not in GRADERS:
         raise UsageError(f"grader {name!r} is unknown: choose one of {', '.join(sorted(GRADERS))}")
     module, _, cls = GRADERS[name].partition(":")

@@ -81,6 +81,9 @@ class TestGrader:
         note = f"left at base: {', '.join(left_out)}\n" if left_out else ""
         return await _judge(task, result, words, note, sandbox, limits)
 
+    async def close(self) -> None:
+        """Keeps nothing running."""
+
 
 def not_resolved(task: Task, why: str, *, patch_applied: bool, exit_code: int = 0) -> Evidence:
     """The evidence of a patch that no test was run for."""
