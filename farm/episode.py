@@ -20,9 +20,10 @@ from farm.agent.partial import partial_run
 from farm.errors import FarmError, SandboxLostError, classify
 from farm.grader import grading_spec
 from farm.grader.tests import not_resolved
+from farm.history import strip_future
 from farm.metered import Metered
 from farm.protocols import Agent, AgentRun, Engine, ExecResult, Grader, Renderer, Sandbox, SandboxProvider, SandboxSpec
-from farm.types import Attempt, EndReason, Event, Evidence, Failed, Graded, Outcome, Trajectory, Turn, Usage
+from farm.types import Attempt, EndReason, Event, Evidence, Failed, Graded, ImageFiles, Outcome, Trajectory, Turn, Usage
 from farm.workspace import workspace
 
 _GRACE_S = 15.0
@@ -100,8 +101,12 @@ class _Course:
         )
         async with self._open(spec) as sandbox:
             files = await workspace(task)
+            base = task.base_commit
             if files:
                 await sandbox.write_files(files)
+            if isinstance(task.workspace, ImageFiles):
+                with self._event("history"):
+                    base = (await strip_future(task, sandbox)).head
             self.keep(
                 await agent.run(
                     task,
@@ -116,7 +121,7 @@ class _Course:
             )
             with self._event("collect"):
                 try:
-                    self._patch = await collect_patch(task, sandbox)
+                    self._patch = await collect_patch(task, sandbox, base=base)
                 except NoPatchError as error:
                     return not_resolved(task, str(error), patch_applied=False)
         if not self._patch:  # tasks are qualified: without a change their tests fail

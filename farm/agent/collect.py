@@ -50,15 +50,16 @@ class NoPatchError(Exception):
     """The agent left something that no diff can be taken of. Its own doing: graded, not retried."""
 
 
-async def collect_patch(task: Task, sandbox: Sandbox) -> str:
-    """The diff between the base commit and the work tree, at most ``MAX_PATCH_BYTES``.
+async def collect_patch(task: Task, sandbox: Sandbox, *, base: str | None = None) -> str:
+    """The diff between the base commit and the work tree, at most ``MAX_PATCH_BYTES``. ``base``: another commit to
+    start from (that of an image whose set-up changed tracked files).
 
     New files count, ignored ones don't. Raises NoPatchError, ``SandboxLostError``, or FarmError when git is missing or
     takes too long.
     """
-    base = await base_tree(task)
-    diff = await _edits(task, sandbox, base) if base is not None and len(base) <= _SMALL_TREE else None
-    return await _by_git(task, sandbox) if diff is None else diff
+    tree = await base_tree(task)
+    diff = await _edits(task, sandbox, tree) if tree is not None and len(tree) <= _SMALL_TREE else None
+    return await _by_git(task, sandbox, base or task.base_commit) if diff is None else diff
 
 
 async def _edits(task: Task, sandbox: Sandbox, base: Mapping[str, bytes]) -> str | None:
@@ -80,18 +81,18 @@ async def _edits(task: Task, sandbox: Sandbox, base: Mapping[str, bytes]) -> str
     return "".join(diffs)
 
 
-async def _by_git(task: Task, sandbox: Sandbox) -> str:
+async def _by_git(task: Task, sandbox: Sandbox, base: str) -> str:
     folder = f"/tmp/farm-{secrets.token_hex(4)}"
     git = git_files(task, await workspace(task), f"{folder}/git")
-    diff = await _git_diff(task, sandbox, git, folder)
+    diff = await _git_diff(task, sandbox, git, folder, base)
     try:
         return diff.decode()
     except UnicodeDecodeError:
         as_binary = {f"{folder}/git/info/attributes": b"* -diff\n"}
-        return (await _git_diff(task, sandbox, git | as_binary, folder)).decode(errors="replace")
+        return (await _git_diff(task, sandbox, git | as_binary, folder, base)).decode(errors="replace")
 
 
-async def _git_diff(task: Task, sandbox: Sandbox, git: Mapping[str, bytes], folder: str) -> bytes:
+async def _git_diff(task: Task, sandbox: Sandbox, git: Mapping[str, bytes], folder: str, base: str) -> bytes:
     try:
         await sandbox.write_files(git or {f"{folder}/README": b""})
     except OSError as error:
@@ -103,7 +104,7 @@ async def _git_diff(task: Task, sandbox: Sandbox, git: Mapping[str, bytes], fold
         git_dir=f"{folder}/git" if git else shlex.quote(f"{task.workdir}/.git"),
         workdir=shlex.quote(task.workdir),
         file_mode="false" if git else "true",
-        base=shlex.quote(task.base_commit),
+        base=shlex.quote(base),
         diff=f"{folder}/agent.diff",
     )
     result = await sandbox.exec(script, timeout_s=_TIMEOUT_S, cwd="/")
