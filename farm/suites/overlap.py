@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 # Earlier and alternative names of repositories, as far as known.
 ALIASES = {
+    "birkenfeld/sphinx": "sphinx-doc/sphinx",
     "hpk42/pytest": "pytest-dev/pytest",
     "kennethreitz/requests": "psf/requests",
     "mitsuhiko/flask": "pallets/flask",

@@ -9,6 +9,7 @@ from typing import Any
 
 from farm.suites import micro_names
 from farm.suites.overlap import Overlap, RepoRef, overlap
+from farm.suites.overlap_refs import ref_of
 from farm.tasks import load_tasks
 from harness.claims import Measurement
 from harness.lab import Lab
@@ -54,7 +55,7 @@ def _real_lists(verified: Path, lists: Path) -> dict[str, Any] | str:
     if not (verified.is_file() and lists.is_file()):
         return f"not checked: set {LISTS} to the folder with {verified.name} and {lists.name}"
     rows = load_tasks(f"swebench:{verified}")
-    bench = [RepoRef(name=t.repo, base_commit=t.base_commit, paths=_paths(t.patch)) for t in rows]
+    bench = [ref_of(task) for task in rows]
     known = json.loads(lists.read_text())
     sets = {
         "SWE-smith": known["swe_smith"]["python_repos"],
@@ -67,10 +68,6 @@ def _real_lists(verified: Path, lists: Path) -> dict[str, Any] | str:
         name: {"repositories": len(repos), "overlaps": _told(overlap([RepoRef(name=r) for r in repos], bench))}
         for name, repos in sets.items()
     }
-
-
-def _paths(patch: str) -> tuple[str, ...]:
-    return tuple(line.removeprefix("+++ b/") for line in patch.splitlines() if line.startswith("+++ b/"))
 
 
 def _told(found: list[Overlap]) -> list[str]:
