@@ -15,7 +15,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -34,15 +34,17 @@ _MAX_SUPPORT_BYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A pinned release and which of its test files cover which module."""
+    """A pinned release, or another archive of files by its digest. ``tasks`` and ``modules`` (path -> test files that
+    cover it) say what ``make`` is to look for."""
 
     package: str
     version: str
     sha256: str
     repo: str
     remove: tuple[str, ...]  # path prefixes the agent must not see
-    tasks: int  # how many tasks ``make`` is to find
-    modules: Mapping[str, tuple[str, ...]]
+    tasks: int = 0
+    modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    python_path: str = "."  # folders to import from, as in pytest's setting; "." is none: it is that of no ini-file
 
 
 def sources() -> dict[str, Source]:
@@ -102,7 +104,7 @@ def task_of(source: Source, row: Mapping[str, Any], dataset: str) -> Task:
         ),
         fail_to_pass=spread(row["fail_to_pass"]),
         pass_to_pass=spread(row["pass_to_pass"]),
-        eval_script=eval_script(targets),
+        eval_script=eval_script(targets, python_path=source.python_path, cpu_limit_s=row.get("cpu_limit_s")),
         log_parser="pytest",
         workspace=workspace(source, path, mutation),
         image="host-pytest",
@@ -138,17 +140,22 @@ def workspace(source: Source, path: str, mutation: Mutation) -> SdistFiles:
     )
 
 
-def eval_script(targets: Iterable[str], *, workdir: str = WORKDIR) -> str:
-    """Run the tests ``targets`` (files or node ids) and print one summary line per test.
+def eval_script(
+    targets: Iterable[str], *, workdir: str = WORKDIR, python_path: str = ".", cpu_limit_s: int | None = None
+) -> str:
+    """Run the tests ``targets`` (files or node ids) and print one summary line per test. ``cpu_limit_s``: CPU time
+    after which the kernel ends the tests.
 
     Nothing of the work tree is imported before pytest itself (``-P``), its configuration is not read (``-c``), and what
     tests or code print is not shown, so that it can't be taken for a result.
     """
+    limit = "" if cpu_limit_s is None else f"ulimit -t {cpu_limit_s}\n"
     return (
-        f"#!/bin/bash\ncd {workdir}\n"
+        f"#!/bin/bash\ncd {workdir}\n{limit}"
         "export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTHONDONTWRITEBYTECODE=1 COLUMNS=200\n"
         "echo '>>>>> Start Test Output'\n"
-        "python -P -m pytest -c /dev/null --rootdir=. -o pythonpath=. -p no:cacheprovider -q --color=no --tb=no "
+        f"python -P -m pytest -c /dev/null --rootdir=. -o {shlex.quote(f'pythonpath={python_path}')} "
+        "-p no:cacheprovider -q --color=no --tb=no "
         f"--show-capture=no -rfEsp {' '.join(shlex.quote(target) for target in targets)}\n"
         "code=$?\necho '>>>>> End Test Output'\nexit $code\n"
     )
@@ -193,19 +200,18 @@ def fetch(indexes: PackageIndexes | None = None) -> int:
     """Download what is missing; how many were. ``indexes``: default: as pip is configured here.
 
     Nothing of a package is run. Raises FarmError when one can't be had."""
-    missing = [source for source in sources().values() if not _is_cached(source.sha256)]
+    return fetch_releases(sources().values(), indexes)
+
+
+def fetch_releases(releases: Iterable[Source], indexes: PackageIndexes | None = None) -> int:
+    """As :func:`fetch`, of any releases."""
+    missing = [source for source in releases if not sdist.is_cached(source.sha256)]
     if not missing:
         return 0
     indexes = indexes or PackageIndexes.from_pip()
-    sdist.cache_dir().mkdir(parents=True, exist_ok=True)
     for source in missing:
         sdist.store(source.sha256, indexes.fetch(source.package, source.version, source.sha256))
     return len(missing)
-
-
-def _is_cached(sha256: str) -> bool:
-    path = sdist.archive_path(sha256)
-    return path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() == sha256
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -36,6 +36,7 @@ _CPU_S = 2.0  # of a task that is kept
 _WHOLE_FILE = 60  # tests; of a longer file only what mentions the function is run
 _MAX_FAILING = 8
 _TEST_NAME = re.compile(r"^test|^Test|Tests?$")
+_ODD = re.compile(r"[^!-\[\]-~]")  # in the name of a test: blanks, backslashes and non-ASCII don't survive every log
 _ADDRESS = re.compile(r"0x[0-9a-f]{6,}|/tmp/")
 
 
@@ -131,12 +132,31 @@ def _row(
         (at / path).write_bytes(whole[path])
     if after is None or after.cpu_s > _CPU_S:
         return None
+    return make_row(source, path, mutation, targets, before, after, seed=seed)
+
+
+def make_row(
+    source: Source,
+    path: str,
+    mutation: Mutation,
+    targets: Sequence[str],
+    before: Run,
+    after: Run,
+    *,
+    seed: int,
+    most_failing: int = _MAX_FAILING,
+    unstable: frozenset[str] = frozenset(),
+) -> dict[str, Any] | None:
+    """The row of a bug, from the runs of ``targets`` without and with it; None when it is no task: no test or too many
+    fail because of it, or none still passes. Tests in ``unstable`` count for nothing."""
     passed = [
-        test for test, status in before.statuses.items() if status == "PASSED" and not re.search(r"[^!-\[\]-~]", test)
+        test
+        for test, status in before.statuses.items()
+        if status == "PASSED" and not _ODD.search(test) and test not in unstable
     ]
     broken = [test for test in passed if after.statuses.get(test) in ("FAILED", "ERROR")]
     kept = [test for test in passed if after.statuses.get(test) == "PASSED"]
-    if not broken or not kept or len(broken) > _MAX_FAILING:
+    if not broken or not kept or len(broken) > most_failing:
         return None
     commit, _ = make_repo(sdist.work_tree(pypi.workspace(source, path, mutation)))
     facts = asdict(mutation)
@@ -147,10 +167,10 @@ def _row(
         "path": path,
         "mutation": facts,
         "base_commit": commit,
-        "targets": targets,
+        "targets": list(targets),
         "fail_to_pass": pypi.compact(broken),
         "pass_to_pass": pypi.compact(kept),
-        "problem_statement": _statement(path, mutation.function, broken, after.messages),
+        "problem_statement": statement(path, mutation.function, broken, after.messages),
         "seed": seed,
     }
 
@@ -184,14 +204,17 @@ def run_tests(at: Path, targets: Sequence[str]) -> Run | None:
         log.seek(0)
         text = log.read().decode(errors="replace")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return Run(
-        statuses=parse_pytest(text),
-        messages=dict(re.findall(r"^(?:FAILED|ERROR) (\S+) - (.+)$", text, re.MULTILINE)),
-        cpu_s=after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
-    )
+    return read_run(text, cpu_s=after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
 
 
-def _statement(path: str, function: str, broken: Sequence[str], messages: Mapping[str, str]) -> str:
+def read_run(log: str, *, cpu_s: float) -> Run:
+    """What the log of an eval script says."""
+    messages = dict(re.findall(r"^(?:FAILED|ERROR) (\S+) - (.+)$", log, re.MULTILINE))
+    return Run(statuses=parse_pytest(log), messages=messages, cpu_s=cpu_s)
+
+
+def statement(path: str, function: str, broken: Sequence[str], messages: Mapping[str, str]) -> str:
+    """The issue: where the fault is, and how the first tests that notice it fail."""
     lines = [f"Since a recent change, `{function}` in `{path}` gives wrong results.", ""]
     lines += ["Seen in the project's tests (they are not part of this checkout):", ""]
     for test in broken[:3]:

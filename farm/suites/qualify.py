@@ -123,6 +123,8 @@ async def grade_patch(
 def results_path(spec: str) -> Path:
     """Where the results of a task source lie: beside its split."""
     suite, _, rest = spec.partition(":")
+    if suite == "made":
+        return Path(rest.partition(":")[0]) / "qualification.jsonl"
     return Path(f"{rest}.qualification.jsonl") if suite == "swebench" else DATASETS / suite / "qualification.jsonl"
 
 

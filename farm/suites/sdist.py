@@ -33,9 +33,16 @@ def archive_path(sha256: str) -> Path:
 def store(sha256: str, data: bytes) -> None:
     """Put a distribution into the cache, whole or not at all. Its digest must have been checked."""
     path = archive_path(sha256)
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(temporary_name(path.name))
     temporary.write_bytes(data)
     temporary.replace(path)
+
+
+def is_cached(sha256: str) -> bool:
+    """Whether the cache has it, whole."""
+    path = archive_path(sha256)
+    return path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() == sha256
 
 
 @lru_cache(maxsize=8)
@@ -58,9 +65,10 @@ def files(sha256: str) -> dict[str, bytes]:
 
 
 def unpack(data: bytes) -> dict[str, bytes]:
-    """Regular files of a ``.tar.gz``, top folder stripped. Nothing is written to disk; links are left out."""
+    """Regular files of a ``.tar.gz`` or ``.tar``, top folder stripped. Nothing is written to disk; links are left
+    out."""
     found = {}
-    with tarfile.open(fileobj=io.BytesIO(data), mode="r:gz") as archive:
+    with tarfile.open(fileobj=io.BytesIO(data), mode="r:*") as archive:
         for member in archive:
             _, _, path = member.name.partition("/")
             stream = archive.extractfile(member) if member.isfile() and path else None

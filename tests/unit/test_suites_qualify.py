@@ -16,6 +16,8 @@ from farm.suites import qualify
 from farm.suites.qualify import Qualification
 from farm.types import Evidence, ImageFiles, Limits, Task
 
+SCRIPT = ": '>>>>> Start Test Output'\n: '>>>>> End Test Output'\n"
+
 
 def task(name: str, **changes: Any) -> Task:
     fields: dict[str, Any] = {
@@ -151,7 +153,7 @@ def test_quarantined_tasks_are_not_loaded(tmp_path: Path) -> None:
         "eval_script",
         "log_parser",
     )
-    row = dict.fromkeys(columns, "x") | {"image": "i", "FAIL_TO_PASS": ["t"], "PASS_TO_PASS": []}
+    row = dict.fromkeys(columns, "x") | {"eval_script": SCRIPT, "image": "i", "FAIL_TO_PASS": ["t"], "PASS_TO_PASS": []}
     path.write_text("".join(json.dumps(row | {"instance_id": name}) + "\n" for name in "abc"))
     spec = f"swebench:{path}"
     qualify.write(qualify.results_path(spec), [result("b", "gold patch: not resolved"), result("c")])
@@ -162,7 +164,13 @@ def test_quarantined_tasks_are_not_loaded(tmp_path: Path) -> None:
 def test_a_source_is_qualified_and_what_is_not_is_named(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     texts = ("repo", "base_commit", "patch", "test_patch", "problem_statement", "version", "eval_script")
-    row = dict.fromkeys(texts, "x") | {"image": "i", "log_parser": "nope", "FAIL_TO_PASS": ["t"], "PASS_TO_PASS": []}
+    row = dict.fromkeys(texts, "x") | {
+        "eval_script": SCRIPT,
+        "image": "i",
+        "log_parser": "nope",
+        "FAIL_TO_PASS": ["t"],
+        "PASS_TO_PASS": [],
+    }
     path.write_text("".join(json.dumps(row | {"instance_id": name}) + "\n" for name in "ab"))
     said: list[str] = []
     found = qualify.qualify_source(f"swebench:{path}", runs=2, provider="fake", say=said.append)
