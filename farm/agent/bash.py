@@ -143,7 +143,7 @@ class _Run:
             return None
         finally:
             self._event("generate", start)
-        _check(generation, max_new_tokens=max_new_tokens, min_step=self._min_step)
+        check_generation(generation, max_new_tokens=max_new_tokens, min_step=self._min_step)
         return generation
 
     async def _abort(self, rid: str) -> None:
@@ -191,7 +191,7 @@ def _describe(action: Action, renderer: Renderer, generation: Generation) -> str
     return "submit" if action.submit else renderer.decode(generation.output_ids)
 
 
-def _check(generation: Generation, *, max_new_tokens: int, min_step: int) -> None:
+def check_generation(generation: Generation, *, max_new_tokens: int, min_step: int) -> None:
     """Refuse an answer that can't be trained on. Raises EngineError."""
     if generation.finish_reason == "abort":
         raise EngineError("the engine aborted the request", kind="aborted")

@@ -11,7 +11,7 @@ texts and command output are encoded as plain text: what a command prints can't 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 
 from farm.errors import UsageError
 from farm.protocols import Action, ExecResult
+from farm.render.messages import Message, ToolCall
 from farm.types import Task
 
 _START, _END, _END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
@@ -100,13 +101,36 @@ class ChatRenderer:
         return self._stops
 
     def start(self, task: Task) -> list[int]:
-        tools = "".join(f"\n{json.dumps(tool, ensure_ascii=False)}" for tool in TOOLS)
-        return [
-            *self._message("system", f"{SYSTEM}\n\n{_TOOL_HEAD}{tools}{_TOOL_FOOT}"),
-            *self._newline,
-            *self._message("user", user_message(task)),
-            *self._opening,
-        ]
+        first = (Message(role="system", text=SYSTEM), Message(role="user", text=user_message(task)))
+        return self.open_chat(first, TOOLS)
+
+    def open_chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
+        """See ``farm.render.messages.MessageRenderer``. Messages of the assistant are rendered from their text."""
+        first = messages[0].text if messages and messages[0].role == "system" else None
+        rest = messages if first is None else messages[1:]
+        head = []
+        if tools:
+            listed = "".join(f"\n{json.dumps(tool, ensure_ascii=False)}" for tool in tools)
+            head.append(("system", (f"{first}\n\n" if first is not None else "") + f"{_TOOL_HEAD}{listed}{_TOOL_FOOT}"))
+        elif first is not None:
+            head.append(("system", first))
+        return self._joined([*head, *_blocks(rest)]) + self._opening
+
+    def continue_chat(self, output_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        """See ``farm.render.messages.MessageRenderer``."""
+        closing = [] if len(output_ids) and output_ids[-1] == self._end else [self._end]
+        return [*closing, *self._newline, *self._joined(_blocks(messages)), *self._opening]
+
+    def reply(self, output_ids: Sequence[int]) -> Message:
+        """See ``farm.render.messages.MessageRenderer``. A tool call that can't be read stays in the text."""
+        written = self._text(output_ids)
+        thought, ended, spoken = written.rpartition(_THOUGHT_END)
+        text, *parts = spoken.split(_CALL)
+        calls = [_tool_call(body) for body, closed, _ in (part.partition(_CALL_END) for part in parts) if closed]
+        if not parts or None in calls or len(calls) != len(parts):
+            return Message(role="assistant", text=written)
+        found = tuple(call for call in calls if call is not None)
+        return Message(role="assistant", text=thought + ended + text.removesuffix("\n"), calls=found)
 
     def parse(self, output_ids: Sequence[int]) -> Action:
         calls = _calls(self._text(output_ids))
@@ -138,10 +162,50 @@ class ChatRenderer:
     def _message(self, role: str, content: str) -> list[int]:
         return [self._start, *self._encode(f"{role}\n{content}"), self._end]
 
+    def _joined(self, blocks: Sequence[tuple[str, str]]) -> list[int]:
+        ids: list[int] = []
+        for number, (role, content) in enumerate(blocks):
+            ids += [*(self._newline if number else ()), *self._message(role, content)]
+        return ids
+
     def _text(self, output_ids: Sequence[int]) -> str:
         """What was written up to the first stop token."""
         stops = [output_ids.index(stop) for stop in self._stops if stop in output_ids]
         return self.decode(output_ids[: min(stops)] if stops else output_ids)
+
+
+def _blocks(messages: Sequence[Message]) -> list[tuple[str, str]]:
+    """Roles and contents as the template has them: answers of tools that follow each other share a user's block."""
+    blocks: list[tuple[str, str]] = []
+    after_tool = False
+    for message in messages:
+        if message.role == "tool":
+            answer = f"\n<tool_response>\n{message.text}\n</tool_response>"
+            if after_tool:
+                role, content = blocks.pop()
+                blocks.append((role, content + answer))
+            else:
+                blocks.append(("user", answer.removeprefix("\n")))
+        else:
+            called = [_written(call) for call in message.calls]
+            blocks.append((message.role, "\n".join(filter(None, (message.text, *called)))))
+        after_tool = message.role == "tool"
+    return blocks
+
+
+def _written(call: ToolCall) -> str:
+    return f'{_CALL}\n{{"name": "{call.name}", "arguments": {call.arguments}}}\n{_CALL_END}'
+
+
+def _tool_call(body: str) -> ToolCall | None:
+    try:
+        call = json.loads(body)
+        name, arguments = call["name"], call["arguments"]
+    except (ValueError, RecursionError, KeyError, TypeError):
+        return None
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return None
+    return ToolCall(name=name, arguments=json.dumps(arguments, ensure_ascii=False))
 
 
 def _calls(text: str) -> list[Action]:

@@ -17,6 +17,7 @@ from farm.types import EndReason, InlineFiles, Limits, SamplingParams, Task, Ver
 
 SAMPLES = ("bash",)  # agents that ask an engine
 ACTS = ("bash", "oracle")  # agents that use the sandbox
+NEEDS_A_PROGRAM = {"external"}  # its contract: tests/integration/test_external_agent.py
 LIMITS = Limits(max_turns=4, max_tokens_per_turn=8, max_context_tokens=64, tool_s=1.0, agent_s=2.0)
 TASK = Task(
     instance_id="toy-1",
@@ -76,12 +77,12 @@ def run(
 
 
 def test_every_agent_is_tested() -> None:
-    assert set(AGENTS) == {"bash", "oracle", "null"}
-    with pytest.raises(UsageError, match="bash, null, oracle"):
+    assert set(AGENTS) == {"bash", "oracle", "null"} | NEEDS_A_PROGRAM
+    with pytest.raises(UsageError, match="bash, external, null, oracle"):
         make_agent("other")
 
 
-@pytest.mark.parametrize("name", sorted(AGENTS))
+@pytest.mark.parametrize("name", sorted(AGENTS.keys() - NEEDS_A_PROGRAM))
 def test_a_run_ends_with_what_was_sampled(name: str) -> None:
     provider, engine = FakeProvider(), ScriptedEngine(two_commands_then_submit)
     done = run(name, provider, engine)

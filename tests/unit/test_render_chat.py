@@ -13,6 +13,7 @@ from farm.errors import UsageError
 from farm.protocols import Action, ExecResult
 from farm.render import make_renderer
 from farm.render.chat import SYSTEM, TOOLS, ChatRenderer, user_message
+from farm.render.messages import Message, MessageRenderer, ToolCall, read_message
 from farm.types import InlineFiles, Task
 
 TEMPLATE = r"""
@@ -130,8 +131,8 @@ def template(model: str) -> Any:
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=f"{model}/tokenizer.json")
     tokenizer.chat_template = TEMPLATE
 
-    def render(messages: list[dict[str, Any]]) -> list[int]:
-        text = tokenizer.apply_chat_template(messages, tools=list(TOOLS), tokenize=False, add_generation_prompt=True)
+    def render(messages: list[dict[str, Any]], tools: Any = TOOLS) -> list[int]:
+        text = tokenizer.apply_chat_template(messages, tools=list(tools), tokenize=False, add_generation_prompt=True)
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     return render
@@ -250,6 +251,82 @@ def test_long_output_loses_its_middle(renderer: ChatRenderer, raw: Tokenizer) ->
     assert "12001 characters left out" in text
     assert "z\n[stopped after 0 s]\n</tool_response>" in text
     assert "[output cut off]" in renderer.decode(renderer.observe(output, result("a", truncated=True)))
+
+
+CHATS: list[list[dict[str, Any]]] = [
+    OPENING,
+    [{"role": "user", "content": "hello"}],
+    [*OPENING, {"role": "assistant", "content": "I look."}, {"role": "user", "content": "go on"}],
+    [
+        *OPENING,
+        {"role": "assistant", "content": "", "tool_calls": [called("ls"), called("pwd")]},
+        {"role": "tool", "content": "a"},
+        {"role": "tool", "content": "b"},
+        {"role": "user", "content": "and now?"},
+    ],
+]
+
+
+def as_text(message: dict[str, Any]) -> dict[str, Any]:
+    """As a scaffold sends it: arguments are JSON text, and there are keys that hold nothing."""
+    calls = [{"id": "x", "function": {**c["function"], "arguments": json.dumps(c["function"]["arguments"])}}
+             for c in message.get("tool_calls", ())]  # fmt: skip
+    return {**message, "tool_calls": calls or None, "function_call": None}
+
+
+@pytest.mark.parametrize("tools", [TOOLS, ()])
+@pytest.mark.parametrize("chat", CHATS)
+def test_any_chat_opens_as_the_template_has_it(
+    renderer: ChatRenderer, template: Any, chat: list[dict[str, Any]], tools: Any
+) -> None:
+    assert isinstance(renderer, MessageRenderer)
+    messages = [read_message(as_text(message)) for message in chat]
+    assert renderer.open_chat(messages, tools) == template(chat, tools)
+
+
+def test_a_chat_goes_on_as_the_template_has_it(renderer: ChatRenderer, template: Any, raw: Tokenizer) -> None:
+    output = ids(raw, f"I look.\n{CALL}<|im_end|>")
+    more = [Message(role="tool", text="a"), Message(role="user", text="b")]
+    whole = [
+        *OPENING,
+        {"role": "assistant", "content": "I look.", "tool_calls": [called("ls -a")]},
+        {"role": "tool", "content": "a"},
+        {"role": "user", "content": "b"},
+    ]
+    opening = [read_message(message) for message in OPENING]
+    for written in (output, output[:-1]):  # with and without the stop token
+        got = renderer.open_chat(opening, TOOLS) + written + renderer.continue_chat(written, more)
+        assert got == template(whole)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("plain<|im_end|>", Message(role="assistant", text="plain")),
+        (f"I look.\n{CALL}<|im_end|>",
+         Message(role="assistant", text="I look.", calls=(ToolCall(name="bash", arguments='{"command": "ls -a"}'),))),
+        (f"<think>{CALL}</think>no", Message(role="assistant", text=f"<think>{CALL}</think>no")),
+        ("<tool_call>[1]</tool_call>", Message(role="assistant", text="<tool_call>[1]</tool_call>")),
+        (f"{CALL}<tool_call>", Message(role="assistant", text=f"{CALL}<tool_call>")),
+    ],
+)  # fmt: skip
+def test_replies(renderer: ChatRenderer, raw: Tokenizer, text: str, expected: Message) -> None:
+    assert renderer.reply(ids(raw, text)) == expected
+
+
+@pytest.mark.parametrize(
+    "value",
+    [3, {"content": "x"}, {"role": "robot"}, {"role": "user", "content": 3},
+     {"role": "user", "content": [{"image": 1}]}, {"role": "assistant", "tool_calls": [{"name": "x"}]}],
+)  # fmt: skip
+def test_messages_that_can_not_be_read(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"needs|must be"):
+        read_message(value)
+
+
+def test_messages_in_parts() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert read_message({"role": "user", "content": parts}) == Message(role="user", text="ab")
 
 
 def test_stop_tokens(renderer: ChatRenderer, raw: Tokenizer) -> None:
