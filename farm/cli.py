@@ -24,6 +24,7 @@ _PLAIN_LINE_S = 10.0
 _TOP_S = 1.0
 _SECOND_SIGNAL_S = 0.5  # two signals at once would be one
 _DOWN_WAIT_S = 600.0
+_SPECS = "micro:SPLIT, pypi, made:FOLDER, swebench:ROWS, subset:FILE"
 
 
 def one_line_errors(command: Callable[P, R]) -> Callable[P, R]:
@@ -45,8 +46,15 @@ def one_line_errors(command: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
-# Commands that live above the farm (imports go harness -> trainer -> farm): found by name, only when asked for.
-_ELSEWHERE = {"plan": "harness.twin.command:plan"}
+# Commands that are found by name, only when asked for. ``plan`` lives above the farm (harness -> trainer -> farm).
+_ELSEWHERE = {
+    "grade": "farm.cli_tasks:grade",
+    "make-tasks": "farm.cli_tasks:make_tasks",
+    "overlap": "farm.cli_tasks:overlap",
+    "plan": "harness.twin.command:plan",
+    "predictions": "farm.cli_tasks:predictions",
+    "subset": "farm.cli_tasks:subset",
+}
 
 
 class _Commands(click.Group):
@@ -72,7 +80,7 @@ def main() -> None:
 @click.option("--run", "run_path", type=click.Path(path_type=Path), default=Path("run"), show_default=True,
               help="Run folder; one that exists goes on.")  # fmt: skip
 @click.option("--config", "config_path", type=click.Path(path_type=Path), help="TOML file.")
-@click.option("--tasks", metavar="SPEC", help="micro:SPLIT, pypi[:PACKAGE] or swebench:PATH. Default: micro:rl.")
+@click.option("--tasks", metavar="SPEC", help=f"{_SPECS}. Default: micro:rl.")
 @click.option("--policy", type=click.Path(path_type=Path), help="Published as step 0. Default: the shipped one.")
 @click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one value; repeatable.")
 @one_line_errors
@@ -97,10 +105,10 @@ def up(
 
 
 @main.command()
-@click.option("--tasks", metavar="SPEC", required=True, help="micro:SPLIT, pypi[:PACKAGE] or swebench:PATH.")
+@click.option("--tasks", metavar="SPEC", required=True, help=f"{_SPECS}.")
 @click.option("--attempts", type=click.IntRange(1, 1024), default=1, show_default=True, help="Attempts per task.")
 @click.option("--policy", type=click.Path(path_type=Path), help="Hugging Face model folder. Default: the shipped one.")
-@click.option("--agent", help="bash, oracle or null. Default: bash.")
+@click.option("--agent", help="bash, external, oracle or null. Default: bash.")
 @click.option("--workers", metavar="N|MIN:MAX", help="Default: 2.")
 @click.option("--limit", type=click.IntRange(min=1), help="Only the first N tasks.")
 @click.option("--run", "run_path", type=click.Path(path_type=Path), help="Run folder. Default: a new one under runs/.")

@@ -128,7 +128,10 @@ class EngineConfig(_Section):
 
 
 class AgentConfig(_Section):
+    """``command``: of the agent "external", what starts the scaffold (see docs/extend.md)."""
+
     name: str = "bash"
+    command: tuple[str, ...] = ()
 
 
 class RendererConfig(_Section):
@@ -280,38 +283,44 @@ class FarmConfig(_Section):
         return self
 
 
+_REAL_CODE: Mapping[str, Mapping[str, Any]] = {
+    "cluster": {"slots": 2},
+    "limits": {
+        "tool_s": 60.0,
+        "agent_s": 300.0,
+        "grade_s": 120.0,
+        "episode_s": 600.0,
+        "memory_bytes": 1 << 30,
+        "disk_bytes": 256 << 20,
+        "pids": 256,
+    },
+}
+_SWEBENCH: Mapping[str, Mapping[str, Any]] = {
+    "cluster": {"slots": 4},
+    "renderer": {"name": "chat"},
+    "grader": {"name": "swebench"},
+    "engine": {"context_length": 32_768, "max_total_tokens": 1_500_000},
+    "limits": {
+        "max_turns": 100,
+        "max_tokens_per_turn": 2_048,
+        "max_context_tokens": 32_768,
+        "tool_s": 300.0,
+        "agent_s": 3_600.0,
+        "grade_s": 1_800.0,
+        "episode_s": 5_700.0,
+        "memory_bytes": 4 << 30,
+        "disk_bytes": 4 << 30,
+        "pids": 1_024,
+    },
+}
+
 # Task source (the part of the spec before ":") -> what differs from the micro profile.
 PROFILES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "micro": {},
-    "pypi": {
-        "cluster": {"slots": 2},
-        "limits": {
-            "tool_s": 60.0,
-            "agent_s": 300.0,
-            "grade_s": 120.0,
-            "episode_s": 600.0,
-            "memory_bytes": 1 << 30,
-            "disk_bytes": 256 << 20,
-            "pids": 256,
-        },
-    },
-    "swebench": {
-        "cluster": {"slots": 4},
-        "renderer": {"name": "chat"},
-        "engine": {"context_length": 32_768, "max_total_tokens": 1_500_000},
-        "limits": {
-            "max_turns": 100,
-            "max_tokens_per_turn": 2_048,
-            "max_context_tokens": 32_768,
-            "tool_s": 300.0,
-            "agent_s": 3_600.0,
-            "grade_s": 1_800.0,
-            "episode_s": 5_700.0,
-            "memory_bytes": 4 << 30,
-            "disk_bytes": 4 << 30,
-            "pids": 1_024,
-        },
-    },
+    "pypi": _REAL_CODE,
+    "made": _REAL_CODE,
+    "swebench": _SWEBENCH,
+    "subset": _SWEBENCH,
 }
 
 

@@ -9,6 +9,7 @@ import json
 import socket
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,11 @@ from farm.agent import make_agent
 from farm.config import FarmConfig
 from farm.errors import UsageError
 from farm.grader import make_grader
+from farm.grader.parsers import PARSERS
 from farm.render import RENDERERS, make_renderer
-from farm.sandbox import make_provider
+from farm.render.messages import MessageRenderer
+from farm.sandbox import PROVIDERS, make_provider
+from farm.sandbox.rootfs import IMAGES
 from farm.tasks import load_tasks
 from farm.types import Task
 
@@ -45,23 +49,50 @@ def needs_engine(config: FarmConfig) -> bool:
 
 def prepare(config: FarmConfig) -> Prepared:
     """Check everything and load the tasks."""
-    make_agent(config.agent.name)
-    make_grader(config.grader.name)
+    make_agent(config.agent.name, command=config.agent.command)
     base_policy = None
     if needs_engine(config):
         if config.renderer.name not in RENDERERS:
             make_renderer(config.renderer.name, "")  # raises, naming the choices
         base_policy = check_policy(Path(config.policy.base) if config.policy.base else SHIPPED_POLICY)
-        make_renderer(config.renderer.name, str(base_policy))
+        renderer = make_renderer(config.renderer.name, str(base_policy))
+        if config.agent.name == "external" and not isinstance(renderer, MessageRenderer):
+            raise UsageError(
+                f"renderer.name {config.renderer.name!r} takes no messages, agent 'external' sends them: use chat"
+            )
         for url in config.engine.urls:
             _check_engine(url)
     _check_port(config.cluster.port)
     _check_scheduler(config.cluster.address)
     make_provider(config.sandbox.provider)
     tasks = load_tasks(config.rollout.tasks, limit=config.rollout.limit)
+    make_grader(config.grader.name)
+    _check_parsers(tasks, config.grader.name)
+    _check_images(tasks, config.sandbox.provider)
     if not tasks:
         raise UsageError(f"tasks {config.rollout.tasks!r}: no tasks in there; give a source with at least one")
     return Prepared(tasks=tuple(tasks), base_policy=base_policy)
+
+
+def _check_parsers(tasks: Sequence[Task], grader: str) -> None:
+    """The grader ``tests`` has parsers of its own; SWE-bench's are known to SWE-bench alone."""
+    unknown = sorted({task.log_parser for task in tasks} - PARSERS.keys()) if grader == "tests" else []
+    if unknown:
+        raise UsageError(
+            f"grader.name 'tests' has no log parser {', '.join(unknown)[:200]}; it knows {', '.join(sorted(PARSERS))}. "
+            "Rows of SWE-bench are for the grader 'swebench'"
+        )
+
+
+def _check_images(tasks: Sequence[Task], provider: str) -> None:
+    """Bubblewrap makes its images from this machine; others are pulled, which takes another provider."""
+    unknown = sorted({task.image for task in tasks} - set(IMAGES)) if provider == "bubblewrap" else []
+    if unknown:
+        others = sorted(PROVIDERS.keys() - {provider, "fake"})
+        raise UsageError(
+            f"sandbox.provider 'bubblewrap' has no image {unknown[0]!r}; it has {', '.join(IMAGES)}. Tasks with images "
+            f"of their own need another provider: --set sandbox.provider={'|'.join(others) or 'docker'}"
+        )
 
 
 def check_policy(folder: Path) -> Path:

@@ -125,6 +125,7 @@ async def running_farm(
             provider=config.sandbox.provider,
             start_delay_s=config.sandbox.start_delay_s,
             agent=config.agent.name,
+            agent_command=config.agent.command,
             renderer=config.renderer.name,
             grader=config.grader.name,
             model_path=model_path,

@@ -58,7 +58,23 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("command", ["up", "rollout", "status", "top", "down", "doctor", "replay"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "up",
+        "rollout",
+        "status",
+        "top",
+        "down",
+        "doctor",
+        "replay",
+        "grade",
+        "subset",
+        "overlap",
+        "make-tasks",
+        "predictions",
+    ],
+)
 def test_every_command_has_help(command: str) -> None:
     result = CliRunner().invoke(main, [command, "--help"])
     assert result.exit_code == 0
@@ -78,7 +94,7 @@ def test_tasks_that_are_not_there(tmp_path: Path) -> None:
 def test_unknown_back_ends(tmp_path: Path) -> None:
     run = tmp_path / "run"
     tasks = ("--tasks", "micro:benchmark")
-    assert "bash, null, oracle" in rollout(run, *tasks, "--agent", "human")
+    assert "bash, external, null, oracle" in rollout(run, *tasks, "--agent", "human")
     assert "bubblewrap, fake" in rollout(run, *tasks, "--agent", "null", "--set", "sandbox.provider=vm")
     assert "'embedded' or 'sglang'" in rollout(run, *tasks, "--set", "engine.kind=other")
     assert "at least one worker" in rollout(run, *tasks, "--workers", "0")
