@@ -4,12 +4,15 @@ SHELL := bash
 BIN := .venv/bin
 PROFILE ?= full
 
-.PHONY: reproduce test check bench datasets base-policy ci setup
+.PHONY: reproduce test test-swebench check bench datasets base-policy ci setup
 reproduce: .venv/ready
 	$(BIN)/harness reproduce --all --profile $(PROFILE)
 
 test: .venv/ready
 	$(BIN)/pytest --numprocesses 2 --dist loadscope --durations 10
+
+test-swebench:  # with the real swebench package, in its own .venv-swebench
+	ci/swebench.sh
 
 check: .venv/ready
 	$(BIN)/ruff check .

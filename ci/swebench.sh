@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Tests with the real swebench package, in a virtual environment of their own (.venv-swebench) that sees the project's.
+# Takes about two minutes, downloads apart (some 300 MB); a second run goes on from what is installed.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+ci/setup.sh
+venv=.venv-swebench
+if ! [ "$venv/ready" -nt constraints.txt ]; then
+  .venv/bin/python -m venv "$venv"
+  .venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+    > "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/project.pth"
+  "$venv/bin/python" -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --editable '.[swebench]'
+  touch "$venv/ready"
+fi
+ROLLOUT_FARM_TEST_SWEBENCH=1 "$venv/bin/python" -m pytest --durations 5 tests/extra_swebench
