@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from farm.errors import UsageError
-from farm.types import Task
+from farm.types import Task, content_digest
 
 FORMAT = "rollout-farm/subset/1"
 _LEAST = 2  # tasks of a stratum in the sample
@@ -59,11 +59,11 @@ class Stratum:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subset:
-    """``source`` is the task source it was drawn from, ``dataset`` the digest-bearing name of its content. ``tasks``:
-    instance id -> name of its stratum, in the order of the source."""
+    """``source`` is the task source it was drawn from, ``content`` the digest of the drawn tasks, wherever their rows
+    come from. ``tasks``: instance id -> name of its stratum, in the order of the source."""
 
     source: str
-    dataset: str
+    content: str
     seed: int
     excluded: tuple[str, ...]
     strata: tuple[Stratum, ...]
@@ -87,12 +87,16 @@ def draw(tasks: Sequence[Task], *, source: str, size: int, seed: int, excluded: 
         chosen.update(dict.fromkeys(picked, name))
     return Subset(
         source=source,
-        dataset=tasks[0].dataset,
+        content=_content([task for task in eligible if task.instance_id in chosen]),
         seed=seed,
         excluded=tuple(name for name in excluded if name in {task.instance_id for task in tasks}),
         strata=tuple(strata),
         tasks={task.instance_id: chosen[task.instance_id] for task in eligible if task.instance_id in chosen},
     )
+
+
+def _content(tasks: Sequence[Task]) -> str:
+    return content_digest([replace(task, dataset="").digest for task in tasks])
 
 
 def _cell(task: Task) -> tuple[str, str]:
@@ -156,7 +160,7 @@ def save(subset: Subset, path: Path) -> None:
     content = {
         "format": FORMAT,
         "source": subset.source,
-        "dataset": subset.dataset,
+        "content": subset.content,
         "seed": subset.seed,
         "size": len(subset.tasks),
         "population": sum(s.size for s in subset.strata),
@@ -179,7 +183,7 @@ def load(spec: str) -> list[Task]:
         if content["format"] != FORMAT:
             raise ValueError(f"format {content['format']!r}, known is {FORMAT!r}")
         named = {entry["instance_id"]: (entry["stratum"], float(entry["weight"])) for entry in content["tasks"]}
-        dataset, source = content["dataset"], source or content["source"]
+        digest, source = content["content"], source or content["source"]
     except OSError as error:
         raise UsageError(f"{where}: {error.strerror}; draw one with `farm subset`") from error
     except (ValueError, KeyError, TypeError) as error:
@@ -189,12 +193,11 @@ def load(spec: str) -> list[Task]:
     if source.partition(":")[0] == "subset":
         raise UsageError(f"{where}: its source {source!r} is a subset itself; name the rows")
     known = {task.instance_id: task for task in load_tasks(source, quarantined=True)}
-    other = next(iter(known.values())).dataset
-    if other.rpartition("@")[2] != dataset.rpartition("@")[2]:
-        raise UsageError(f"{where}: drawn from {dataset}, but {source} is {other}; give those rows, or draw anew")
     missing = sorted(named.keys() - known.keys())
     if missing:
-        raise UsageError(f"{where}: not among the rows: {', '.join(missing)[:300]}")
+        raise UsageError(f"{where}: not in {source}: {', '.join(missing)[:300]}; give its rows, or draw anew")
+    if _content([known[name] for name in named]) != digest:
+        raise UsageError(f"{where}: the rows in {source} are not those it was drawn from; give those, or draw anew")
     return [
         replace(known[name], weight=weight, strata={**known[name].strata, "stratum": stratum})
         for name, (stratum, weight) in named.items()

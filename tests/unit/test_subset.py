@@ -131,8 +131,11 @@ def test_the_command_writes_a_file_that_is_a_task_source(tmp_path: Path) -> None
     moved.write_bytes((tmp_path / "rows.jsonl").read_bytes())
     (tmp_path / "rows.jsonl").unlink()
     assert [t.instance_id for t in load(f"{out}@swebench:{moved}")] == [t.instance_id for t in tasks]
-    rows(tmp_path, count=11)
-    with pytest.raises(UsageError, match="drawn from swebench/rows@"):
+    (tmp_path / "rows.jsonl").write_text(moved.read_text().replace('"version": "1"', '"version": "2"'))
+    with pytest.raises(UsageError, match="are not those it was drawn from"):
+        load_tasks(f"subset:{out}")
+    rows(tmp_path, count=2)
+    with pytest.raises(UsageError, match="give its rows, or draw anew"):
         load_tasks(f"subset:{out}")
 
 
@@ -167,6 +170,8 @@ def test_the_hundred_of_verified(tmp_path: Path) -> None:
     loaded = load_tasks(f"subset:{tmp_path / 'hundred.json'}")
     assert [t.instance_id for t in loaded] == list(drawn.tasks)
     assert abs(sum(t.weight for t in loaded) - 489) < 1e-6
+    shipped = Path(__file__).parents[2] / "datasets" / "swebench" / "verified-100.json"
+    assert load_tasks(f"subset:{shipped}@swebench:{path}") == loaded, "the shipped draw is this one"
     wide = Counter(t.strata["difficulty"] for t in loaded)
     assert abs(wide["15 min - 1 hour"] - 52) <= 2
     assert abs(wide["<15 min fix"] - 39) <= 2
