@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from farm.errors import FarmError, UsageError
+
+if TYPE_CHECKING:
+    from farm.run_folder import RunFolder
+    from trainer.config import ParallelConfig, TrainerConfig
+    from trainer.megatron.ranks import Line
 
 SHIPPED_POLICY = Path(__file__).parents[1] / "datasets" / "micro" / "base-policy"
 
@@ -26,8 +32,9 @@ def cli() -> None:
 
 @cli.command()
 @click.option("--run", "run_path", type=_FOLDER, required=True, help="The run folder that the farm works on.")
-@click.option("--config", "config_path", type=_FOLDER, help="TOML file with the trainer's settings.")
+@click.option("--config", "config_path", type=_FOLDER, help="TOML file with the settings, or a shipped profile's name.")
 @click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="One setting, for example --set lr=2e-4.")
+@click.option("--ranks", type=click.IntRange(min=1), help="Processes on this machine; same as --set parallel.ranks=N.")
 @click.option("--policy", type=_FOLDER, help="Model folder to publish as step 0 when the run has no policy yet.")
 @click.option("--steps", type=click.IntRange(min=1), help="Stop once this policy step is published.")
 @click.option(
@@ -38,25 +45,59 @@ def train(
     run_path: Path,
     config_path: Path | None,
     sets: tuple[str, ...],
+    ranks: int | None,
     policy: Path | None,
     steps: int | None,
     wait_s: float,
 ) -> None:
-    """Follow a run's trajectories and publish a policy after every step. Resumes where it stopped."""
-    from trainer.config import load_config
+    """Follow a run's trajectories and publish a policy after every step. Resumes where it stopped.
+
+    With more than one rank it starts itself on each; under torchrun it takes the place that it is given."""
     from trainer.start import await_run
 
-    config = load_config(config_path, sets=sets)
+    config = _ranked_config(config_path, sets, ranks)
     stop = _stop_on_signals()
-    run = await_run(run_path, wait_s=wait_s, stop=stop, say=lambda text: click.echo(text, err=True))
+
+    def wait() -> RunFolder:
+        return await_run(run_path, wait_s=wait_s, stop=stop, say=_warn)
+
+    line = _take_place(config.parallel, stop, before=wait)
+    run = wait()
     from trainer.loop import Trainer
 
-    trainer = Trainer(run, config, policy=policy, wait_s=wait_s, stop=stop)
+    trainer = Trainer(run, config, policy=policy, wait_s=wait_s, stop=stop, line=line)
     try:
         reached = trainer.run(steps=steps, report=_say_step)
     finally:
         trainer.close()
     click.echo(f"stopped at step {reached}; start again on {run_path} to go on")
+
+
+@cli.command()
+@click.option("--config", "config_path", type=_FOLDER, help="TOML file with the settings, or a shipped profile's name.")
+@click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="One setting, as for trainer train.")
+@click.option("--model", default="qwen3-30b-a3b", show_default=True, help="Model folder, or a published model's name.")
+@click.option("--gpus", type=click.IntRange(min=1), help="GPUs in all; same as --set parallel.ranks=N.")
+@click.option("--gpu", default="h200", show_default=True, metavar="NAME|SIZE", help="For example mi355x, or 96GiB.")
+def check(config_path: Path | None, sets: tuple[str, ...], model: str, gpus: int | None, gpu: str) -> None:
+    """Say before a start whether a configuration fits on GPUs, and which part of memory takes how much.
+
+    Exit code 0: it fits; 1: it does not; 2: the model can't lie so on the GPUs at all."""
+    from trainer.check import check as check_fit
+    from trainer.check import memory_bytes, model_config, remedies, table
+    from trainer.config import load_config
+
+    if gpus is not None:
+        sets = (*sets, f"parallel.ranks={gpus}")
+    config = load_config(config_path, sets=sets)
+    memory = memory_bytes(gpu)
+    hf = model_config(model)
+    fit = check_fit(config, hf, memory=memory)
+    click.echo("\n".join(table(fit, config)))
+    if not fit.fits:
+        click.echo(f"does not fit; what would help: {'; '.join(remedies(config, hf, memory=memory))}")
+        sys.exit(1)
+    click.echo("fits")
 
 
 @cli.command()
@@ -70,6 +111,11 @@ def train(
 @click.option("--lr", type=click.FloatRange(min=0, min_open=True), default=1e-3, show_default=True)
 @click.option("--batch", type=click.IntRange(min=1), default=16, show_default=True, help="Sequences a step.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option(
+    "--config", "config_path", type=_FOLDER, help="File or profile; its parallel table and micro_batch_tokens."
+)
+@click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="One setting of those, as for trainer train.")
+@click.option("--ranks", type=click.IntRange(min=1), help="Processes on this machine; same as --set parallel.ranks=N.")
 def sft(
     log_path: Path,
     policy: Path,
@@ -81,6 +127,9 @@ def sft(
     lr: float,
     batch: int,
     seed: int,
+    config_path: Path | None,
+    sets: tuple[str, ...],
+    ranks: int | None,
 ) -> None:
     """Train on demonstrations: next-token loss on the sampled ids, or on all."""
     from farm.trajectory_log import DirectoryLog
@@ -94,11 +143,13 @@ def sft(
                 f"{step.tokens / step.seconds:,.0f} tokens/s"
             )
 
+    config = _ranked_config(config_path, sets, ranks)
     log = DirectoryLog(log_path, create=False)
+    line = _take_place(config.parallel, threading.Event())
     rows = (trajectory for _, trajectory in log.read(Cursor()))
     train_sft(
         rows, policy=policy, out=out, loss=loss, init=init, epochs=epochs, steps=steps, lr=lr, batch=batch, seed=seed,
-        on_step=say,
+        micro_batch_tokens=config.micro_batch_tokens, parallel=config.parallel, line=line, on_step=say,
     )  # fmt: skip
     click.echo(f"wrote {out}")
 
@@ -155,7 +206,7 @@ def replay(run_path: Path, steps: int | None, out: Path | None) -> None:
 
     from farm.durable import write_json
     from farm.run_folder import RunFolder
-    from trainer.replay import ReplayedStep
+    from trainer.replay import ReplayedStep, recorded_config
     from trainer.replay import replay as replay_run
 
     def say(step: ReplayedStep) -> None:
@@ -163,7 +214,9 @@ def replay(run_path: Path, steps: int | None, out: Path | None) -> None:
             words = {True: "same", False: "DIFFERENT", None: "not recorded"}
             click.echo(f"step {step.step}  batch {words[step.same_batch]}  weights {words[step.same_weights]}")
 
-    found = replay_run(RunFolder.open(run_path), steps=steps, report=say)
+    run = RunFolder.open(run_path)
+    line = _take_place(recorded_config(run).parallel, _stop_on_signals())
+    found = replay_run(run, steps=steps, report=say, line=line)
     if out is not None:
         write_json(out, {"steps": [asdict(step) for step in found]})
     same = sum(step.same for step in found)
@@ -196,6 +249,44 @@ def _say_step(line: Mapping[str, Any]) -> None:
         f"lag {number('staleness_mean', '.2f')}  clip {number('clip_fraction', '.3f')}  "
         f"grad {number('grad_norm', '.2f')}  wait {line['wait_s']:.1f} s  train {line['train_s']:.1f} s"
     )
+
+
+def _warn(text: str) -> None:
+    click.echo(text, err=True)
+
+
+def _ranked_config(path: Path | None, sets: tuple[str, ...], ranks: int | None) -> TrainerConfig:
+    """The configuration, with as many ranks as a launcher or ``--ranks`` says."""
+    from trainer.config import load_config
+    from trainer.ranks import seat
+
+    place = seat(os.environ)
+    count = place.ranks if place is not None else ranks
+    return load_config(path, sets=sets if count is None else (*sets, f"parallel.ranks={count}"))
+
+
+def _take_place(
+    parallel: ParallelConfig, stop: threading.Event, *, before: Callable[[], object] = lambda: None
+) -> Line | None:
+    """On one rank None, on rank 0 of many the line to the others. Does not return in the process that starts the ranks
+    (itself, once for each) nor on the other ranks. ``before``: what rank 0 waits for before it joins them."""
+    from trainer.ranks import die_with_parent, run_ranks, seat
+
+    place = seat(os.environ)
+    if place is None and parallel.ranks > 1:
+        sys.exit(run_ranks(sys.argv[1:], parallel.ranks, stop=stop))
+    if place is None or place.ranks == 1:
+        return None
+    die_with_parent()
+    if place.rank == 0:
+        before()
+    from trainer.megatron.ranks import join, serve
+
+    line = join(place, parallel)
+    if place.rank == 0:
+        return line
+    serve(line)
+    sys.exit(0)
 
 
 def _stop_on_signals() -> threading.Event:

@@ -10,12 +10,46 @@ import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from farm.errors import UsageError
 from trainer.group import BatchRules
+from trainer.layout import Layout
+
+PROFILES = Path(__file__).parent / "profiles"
+"""Shipped configurations; ``--config NAME`` finds one here when there is no file of that name."""
+
+
+class ParallelConfig(BaseModel):
+    """How the model lies on many ranks (see :class:`trainer.layout.Layout`). The default is one rank.
+
+    ``distributed_optimizer``: optimizer state is divided over the ranks that hold the same weights. ``recompute``:
+    activations that are computed again in the backward pass: none, those of the MLP (the experts), or whole layers.
+    ``packing``: sequences of a micro-batch stand one behind the other instead of being padded to the longest.
+    ``implementation``: Megatron's own layers, or Transformer Engine's (GPUs only). ``timeout_s``: how long a rank waits
+    for the others within a step before it gives up."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    ranks: int = Field(default=1, ge=1)
+    tensor: int = Field(default=1, ge=1)
+    pipeline: int = Field(default=1, ge=1)
+    expert: int = Field(default=1, ge=1)
+    precision: Literal["float32", "bfloat16"] = "float32"
+    distributed_optimizer: bool = False
+    recompute: Literal["none", "selective", "full"] = "none"
+    packing: bool = False
+    implementation: Literal["local", "transformer_engine"] = "local"
+    timeout_s: float = Field(default=600.0, gt=0)
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(ranks=self.ranks, tensor=self.tensor, pipeline=self.pipeline, expert=self.expert)
+
+
+ONE_RANK = ParallelConfig()
 
 
 class TrainerConfig(BaseModel):
@@ -38,6 +72,7 @@ class TrainerConfig(BaseModel):
     keep_policies: int = Field(default=4, ge=1)
     save_timeout_s: float = Field(default=60.0, gt=0)
     seed: int = Field(default=0, ge=0)
+    parallel: ParallelConfig = ONE_RANK
 
     def learning_rate(self, step: int) -> float:
         """For the step that starts from policy ``step`` (from 0)."""
@@ -45,18 +80,24 @@ class TrainerConfig(BaseModel):
 
 
 def load_config(path: Path | None = None, *, sets: Sequence[str] = ()) -> TrainerConfig:
-    """Defaults, then the file's keys (at the top or in a table ``[trainer]``), then ``sets``. Raises ``UsageError``."""
+    """Defaults, then the file's keys (at the top or in a table ``[trainer]``), then ``sets`` (``parallel.ranks=2`` for
+    a key of a table). ``path`` may be the name of a shipped profile. Raises ``UsageError``."""
     given: dict[str, Any] = {}
     where = "configuration"
     if path is not None:
         where = str(path)
-        given = _read_toml(path)
+        given = _read_toml(_profile(path))
     for item in sets:
         name, equals, text = item.partition("=")
         if not equals or not name.strip():
             raise UsageError(f"--set {item!r}: must be key=value, for example lr=2e-4")
+        table, dot, key = name.strip().partition(".")
         try:
-            given[name.strip()] = tomllib.loads(f"value = {text}")["value"]
+            value = tomllib.loads(f"value = {text}")["value"]
+            if not dot:
+                given[table] = value
+            elif isinstance(given.setdefault(table, {}), dict):
+                given[table] = given[table] | {key: value}
         except tomllib.TOMLDecodeError:
             raise UsageError(f"--set {item!r}: {text!r} is not a TOML value, for example lr=2e-4") from None
     try:
@@ -87,11 +128,20 @@ def batch_rules(run_config: Mapping[str, Any], *, where: str) -> BatchRules:
     return rules
 
 
+def _profile(path: Path) -> Path:
+    shipped = PROFILES / f"{path.name}.toml"
+    return shipped if not path.exists() and path.name == str(path) and shipped.exists() else path
+
+
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UsageError(f"{path}: no such configuration file; give an existing TOML file to --config") from None
+        shipped = ", ".join(sorted(profile.stem for profile in PROFILES.glob("*.toml")))
+        raise UsageError(
+            f"{path}: no such configuration file; give an existing TOML file to --config, or a shipped profile: "
+            f"{shipped}"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: can't read the configuration file ({error}); give a readable TOML file") from None
     except tomllib.TOMLDecodeError as error:
@@ -107,8 +157,9 @@ def _explain(error: ValidationError, where: str) -> str:
     first = error.errors(include_url=False)[0]
     name = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        allowed = sorted(TrainerConfig.model_fields)
-        near = difflib.get_close_matches(name, allowed, n=1)
+        fields = ParallelConfig.model_fields if len(first["loc"]) > 1 else TrainerConfig.model_fields
+        allowed = sorted(fields)
+        near = difflib.get_close_matches(str(first["loc"][-1]), allowed, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         return f"{where}: {name}: unknown key; {hint}allowed: {', '.join(allowed)}"
     message = first["msg"][:1].lower() + first["msg"][1:]

@@ -28,16 +28,16 @@ from farm.policy_log import PolicyLog
 from farm.run_folder import RunFolder
 from farm.trajectory_log import DirectoryLog
 from farm.types import Cursor, PolicyVersion
-from trainer.config import TrainerConfig, batch_rules
+from trainer.config import ONE_RANK, TrainerConfig, batch_rules
 from trainer.group import Batch
 from trainer.guard import within
-from trainer.megatron import checkpoint
+from trainer.megatron.ranks import Line
 from trainer.metrics import MetricsFile
 from trainer.start import first_policy
 from trainer.steps import Steps
 from trainer.tail import follow
 
-_FREE_TO_CHANGE = {"checkpoint_every", "keep_checkpoints", "keep_policies", "save_timeout_s"}
+_FREE_TO_CHANGE = {"checkpoint_every", "keep_checkpoints", "keep_policies", "save_timeout_s", "parallel"}
 
 
 class Trainer:
@@ -52,9 +52,11 @@ class Trainer:
         wait_s: float = 60.0,
         stop: threading.Event | None = None,
         disk: Disk = REAL_DISK,
+        line: Line | None = None,
     ) -> None:
         """``policy`` is published as step 0 when the policy log is empty; without it the farm's step 0 is waited for,
-        ``wait_s`` seconds. Once ``stop`` is set the step at hand is finished and no other begins.
+        ``wait_s`` seconds. Once ``stop`` is set the step at hand is finished and no other begins. ``line`` leads to the
+        other ranks, where there are any.
 
         Raises ``UsageError``: no policy, a malformed model, another configuration than the run was trained with, or
         another trainer at work on the run."""
@@ -62,6 +64,8 @@ class Trainer:
         self._config = config
         self._stop = stop or threading.Event()
         self._disk = disk
+        self._line = line
+        self._failed = False
         self._rules = batch_rules(run.config(), where=str(run.path / "config.json"))
         run.trainer.mkdir(exist_ok=True)
         self._lock = FolderLock(run.trainer / "trainer.lock", "trainer")
@@ -78,23 +82,26 @@ class Trainer:
 
     def _start(self, first: PolicyVersion) -> None:
         self._source = Path(first.path)
-        self._steps = Steps(self._source, self._config, self._rules)
-        saved = checkpoint.load(self._run.checkpoints)
+        self._steps = Steps(self._source, self._config, self._rules, line=self._line)
+        saved = self._steps.resume(self._run.checkpoints, self._log)
         if saved is None:
             self.step = self._saved_step = 0
             self._cursor = Cursor()
             self._metrics.resume(0, None)
             return
-        self.step, learner, loop = saved
+        self.step, loop = saved
         self._saved_step = self.step
         self._cursor = Cursor(shard=loop["cursor"][0], row=loop["cursor"][1])
-        self._steps.restore(learner, loop["batcher"], self._log)
         self._publish(self._steps.consumed_groups)
         self._metrics.resume(self.step, loop["metrics"])
 
     def close(self) -> None:
-        self._lock.release()
-        self._log.close()
+        try:
+            if not self._failed:  # after a failure other ranks may not hear it; whoever started them ends them
+                self._steps.learner.close()
+        finally:
+            self._lock.release()
+            self._log.close()
 
     def run(
         self,
@@ -104,6 +111,13 @@ class Trainer:
     ) -> int:
         """Train until policy ``steps`` is published or it is told to stop; returns the step reached. ``report`` gets
         each metrics line."""
+        try:
+            return self._run_until(steps, report)
+        except BaseException:
+            self._failed = True
+            raise
+
+    def _run_until(self, steps: int | None, report: Callable[[Mapping[str, Any]], None]) -> int:
         if steps is not None and self.step >= steps:
             return self.step
         line: Mapping[str, Any] | None = None
@@ -155,10 +169,9 @@ class Trainer:
         within(
             self._config.save_timeout_s,
             f"the checkpoint of step {self.step}",
-            lambda: checkpoint.save(
+            lambda: self._steps.learner.save(
                 self._run.checkpoints,
                 self.step,
-                learner=self._steps.learner.state(),
                 loop=loop,
                 keep=self._config.keep_checkpoints,
                 disk=self._disk,
@@ -180,8 +193,11 @@ class Trainer:
 
 def _pin_config(place: Path, config: TrainerConfig) -> None:
     """A run is trained with one configuration; resuming with another would contradict its own past. How often and how
-    patiently to save may change: it does not touch the weights."""
+    patiently to save may change: it does not touch the weights. So may the layout on ranks: any layout loads the same
+    weights, and goes on from them with its own rounding."""
     wanted = json.loads(config.model_dump_json(exclude=_FREE_TO_CHANGE))
+    if config.parallel != ONE_RANK:
+        wanted["parallel"] = config.parallel.model_dump()
     if not place.exists():
         write_json(place, wanted)
         return
@@ -189,7 +205,11 @@ def _pin_config(place: Path, config: TrainerConfig) -> None:
         found = json.loads(place.read_text())
     except (OSError, ValueError) as error:
         raise UsageError(f"{place}: unreadable ({error}); remove the folder {place.parent} to train anew") from None
-    differing = [f"{k}: {found.get(k)!r} -> {wanted.get(k)!r}" for k in wanted | found if found.get(k) != wanted.get(k)]
+    keys = (wanted | found).keys() - _FREE_TO_CHANGE
+    differing = [f"{k}: {found.get(k)!r} -> {wanted.get(k)!r}" for k in keys if found.get(k) != wanted.get(k)]
+    was = found.get("parallel", {}).get("precision", "float32")
+    if was != config.parallel.precision:
+        differing.append(f"parallel.precision: {was!r} -> {config.parallel.precision!r}")
     if differing:
         raise UsageError(
             f"{place}: the run was trained with another configuration ({'; '.join(differing[:5])}); "

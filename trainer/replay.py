@@ -20,6 +20,7 @@ from farm.run_folder import RunFolder
 from farm.trajectory_log import DirectoryLog
 from farm.types import Cursor, PolicyVersion
 from trainer.config import TrainerConfig, batch_rules
+from trainer.megatron.ranks import Line
 from trainer.metrics import read_metrics
 from trainer.steps import Steps
 
@@ -51,12 +52,17 @@ class ReplayedStep:
 
 
 def replay(
-    run: RunFolder, *, steps: int | None = None, report: Callable[[ReplayedStep], None] = lambda _: None
+    run: RunFolder,
+    *,
+    steps: int | None = None,
+    report: Callable[[ReplayedStep], None] = lambda _: None,
+    line: Line | None = None,
 ) -> list[ReplayedStep]:
-    """Every step that the run has taken, or the first ``steps`` of them, trained again.
+    """Every step that the run has taken, or the first ``steps`` of them, trained again, on the layout that the run
+    began with (``line`` leads to the other ranks).
 
     Raises ``UsageError`` when the run was not trained, or when what its first step needs is gone."""
-    config = _config(run)
+    config = recorded_config(run)
     policies = PolicyLog(run.policies, create=False)
     recorded = {int(line["step"]): line for line in read_metrics(run.metrics)}
     last = max(recorded, default=0)
@@ -65,7 +71,8 @@ def replay(
     last = last if steps is None else min(last, steps)
     first = _first_policy(policies)
     published = {version.step: version.digest for version in policies.history()}
-    trained = Steps(Path(first.path), config, batch_rules(run.config(), where=str(run.path / "config.json")))
+    rules = batch_rules(run.config(), where=str(run.path / "config.json"))
+    trained = Steps(Path(first.path), config, rules, line=line)
     found: list[ReplayedStep] = []
     at = Cursor()
     for after, trajectory in DirectoryLog(run.trajectories, create=False).read(at):
@@ -73,25 +80,27 @@ def replay(
         at = after
         if batch is None:
             continue
-        line = trained.train(batch)
+        taken = trained.train(batch)
         found.append(
             ReplayedStep(
-                step=line["step"],
-                batch=line["batch_digest"],
+                step=taken["step"],
+                batch=taken["batch_digest"],
                 weights=_weights(trained, Path(first.path)),
-                recorded_batch=recorded.get(line["step"], {}).get("batch_digest"),
-                recorded_weights=published.get(line["step"]),
+                recorded_batch=recorded.get(taken["step"], {}).get("batch_digest"),
+                recorded_weights=published.get(taken["step"]),
             )
         )
         report(found[-1])
-        if line["step"] == last:
+        if taken["step"] == last:
+            trained.learner.close()
             return found
     raise UsageError(
         f"{run.trajectories}: ends at step {len(found)} of {last}; give a run whose trajectories are all there"
     )
 
 
-def _config(run: RunFolder) -> TrainerConfig:
+def recorded_config(run: RunFolder) -> TrainerConfig:
+    """The configuration that the run was trained with. Raises ``UsageError``."""
     place = run.trainer / "config.json"
     try:
         return TrainerConfig.model_validate(json.loads(place.read_text()))

@@ -8,12 +8,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from farm.durable import REAL_DISK, temporary_name
 from farm.errors import UsageError
 from farm.types import Trajectory
 from trainer.batch import TokenSequence, micro_batches, sequences
+from trainer.config import ONE_RANK, ParallelConfig
+
+if TYPE_CHECKING:
+    from trainer.megatron.ranks import Line
 
 MICRO_BATCH_TOKENS = 2048
 """Rows x length of one forward: larger no longer gains on one core, and activations grow with it."""
@@ -56,13 +60,17 @@ def train_sft(
     lr: float = 1e-3,
     batch: int = 16,
     seed: int = 0,
+    micro_batch_tokens: int = MICRO_BATCH_TOKENS,
+    parallel: ParallelConfig = ONE_RANK,
+    line: Line | None = None,
     on_step: Callable[[SftStep], None] = lambda _: None,
 ) -> list[SftStep]:
     """Train ``policy`` (a Hugging Face folder) on ``trajectories`` and write the result to the new folder ``out``.
 
     ``init="random"`` takes only configuration and tokenizer from ``policy``. An epoch goes through all sequences in an
     order of its own, ``batch`` sequences a step; ``steps`` caps the number of steps (and may exceed ``epochs``: then
-    epochs go on until it is reached). Equal input and ``seed`` give equal weights on one machine.
+    epochs go on until it is reached). Equal input and ``seed`` give equal weights on one machine and layout. ``line``
+    leads to the other ranks of ``parallel``, where there are any.
 
     Raises ``UsageError`` for an empty log, a malformed model folder, ids outside the vocabulary or an existing ``out``.
     """
@@ -70,15 +78,23 @@ def train_sft(
     _check(data, batch=batch, out=out)
     from trainer.megatron import losses  # torch and Megatron: seconds to import
     from trainer.megatron.learner import Learner
+    from trainer.megatron.ranks import RankedLearner
 
-    learner = Learner(policy, seed=seed, random_weights=init == "random")
+    random_weights = init == "random"
+    learner: Learner | RankedLearner
+    if line is None:
+        learner = Learner(policy, seed=seed, random_weights=random_weights, parallel=parallel)
+    else:
+        learner = RankedLearner(line, policy, seed=seed, random_weights=random_weights, parallel=parallel)
     learner.check_ids(max(int(s.ids.max()) for s in data), max(len(s.ids) for s in data))
     total = steps if steps is not None else epochs * math.ceil(len(data) / batch)
     history = []
     for step, chosen in zip(range(total), _batches(data, batch, seed), strict=False):
         started = time.monotonic()
         rate = learning_rate(step, total, lr)
-        batches = micro_batches(chosen, max_tokens=MICRO_BATCH_TOKENS, loss_on_all=loss == "all")
+        batches = micro_batches(
+            chosen, max_tokens=micro_batch_tokens, loss_on_all=loss == "all", packed=parallel.packing
+        )
         result = learner.step(batches, losses.nll, lr=rate)
         history.append(
             SftStep(
@@ -100,6 +116,7 @@ def train_sft(
         REAL_DISK.rename(staging, out)
     finally:
         REAL_DISK.remove_tree(staging)
+    learner.close()
     return history
 
 

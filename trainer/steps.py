@@ -6,10 +6,11 @@ into that function is here; nothing here reads a clock or writes a file.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from farm.errors import UsageError
 from farm.protocols import TrajectoryLog
 from farm.types import Cursor, Trajectory
 from trainer.batch import TokenSequence, micro_batches, sequences
@@ -17,18 +18,30 @@ from trainer.config import TrainerConfig
 from trainer.group import Batch, Batcher, BatchRules, batch_digest
 from trainer.megatron import losses
 from trainer.megatron.learner import Learner
+from trainer.megatron.ranks import Line, RankedLearner, require_fit
 from trainer.tail import fetch
 
 
 class Steps:
-    """``source`` is the Hugging Face folder of the policy at step 0. Raises ``UsageError`` for a malformed one."""
+    """``source`` is the Hugging Face folder of the policy at step 0; ``line`` leads to the other ranks, where there are
+    any. Raises ``UsageError`` for a malformed folder, and for a model that the ranks can't hold."""
 
-    def __init__(self, source: Path, config: TrainerConfig, rules: BatchRules) -> None:
-        self.learner = Learner(source, clip_grad=config.clip_grad, seed=config.seed)
+    def __init__(self, source: Path, config: TrainerConfig, rules: BatchRules, *, line: Line | None = None) -> None:
+        self.learner = self._make_learner(source, config, line)
         self._config = config
         self._rules = rules
         self._batcher = Batcher(rules)
         self._held: dict[Cursor, Trajectory] = {}  # rows that a batch to come may train on
+
+    @staticmethod
+    def _make_learner(source: Path, config: TrainerConfig, line: Line | None) -> Learner | RankedLearner:
+        parallel = config.parallel
+        if line is None:
+            if parallel.ranks > 1:
+                raise UsageError(f"parallel.ranks is {parallel.ranks}, and this is one process; start with --ranks")
+            return Learner(source, clip_grad=config.clip_grad, seed=config.seed, parallel=parallel)
+        require_fit(config, source)
+        return RankedLearner(line, source, clip_grad=config.clip_grad, seed=config.seed, parallel=parallel)
 
     @property
     def consumed_groups(self) -> int:
@@ -52,7 +65,7 @@ class Steps:
                 dropped.append({"episode": sample.episode_id, "reason": "bad_logprobs"})
         pending = set(self._batcher.pending())
         self._held = {at: row for at, row in self._held.items() if at in pending}
-        batches = micro_batches(data, max_tokens=self._config.micro_batch_tokens)
+        batches = micro_batches(data, max_tokens=self._config.micro_batch_tokens, packed=self._config.parallel.packing)
         lr = self._config.learning_rate(batch.step)
         line: dict[str, Any] = {
             "step": batch.step + 1,
@@ -90,11 +103,14 @@ class Steps:
         """Plain JSON data for :meth:`restore`."""
         return self._batcher.state()
 
-    def restore(self, learner: Mapping[str, Any], batcher: Mapping[str, Any], log: TrajectoryLog) -> None:
-        """Go on from what a checkpoint holds; rows that are still waiting are read from ``log`` again."""
-        self.learner.load_state(learner)
-        self._batcher = Batcher.restore(self._rules, batcher)
-        self._held = fetch(log, self._batcher.pending())
+    def resume(self, folder: Path, log: TrajectoryLog) -> tuple[int, dict[str, Any]] | None:
+        """Go on from the newest checkpoint in ``folder``, whose (step, loop) it returns; None without one. Rows that
+        are still waiting are read from ``log`` again."""
+        found = self.learner.resume(folder)
+        if found is not None:
+            self._batcher = Batcher.restore(self._rules, found[1]["batcher"])
+            self._held = fetch(log, self._batcher.pending())
+        return found
 
 
 def _mean(values: Sequence[float]) -> float | None:

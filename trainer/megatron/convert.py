@@ -1,4 +1,4 @@
-"""Hugging Face Qwen3 / Qwen3-MoE weights <-> Megatron ``GPTModel`` weights, exactly, on one rank.
+"""Hugging Face Qwen3 / Qwen3-MoE weights <-> Megatron ``GPTModel`` weights, exactly, on any number of ranks.
 
 Only names and layouts change: Megatron keeps query, key and value of a layer in one matrix, grouped by key-value
 head, and gate and up projections in another. No arithmetic, so a round trip is bit-equal.
@@ -7,8 +7,9 @@ head, and gate and up projections in another. No arithmetic, so a round trip is 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -17,81 +18,105 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from farm.errors import UsageError
-from trainer.megatron.model import is_moe
+from trainer.buckets import Bucket, TensorInfo, plan_buckets
+from trainer.megatron.sharding import cut_of, local_parameters, part_of, part_shape
 from trainer.publish import copy_hf
+from trainer.shapes import heads, hf_parts, hf_shapes, megatron_shapes
 
 WEIGHTS = "model.safetensors"
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FILE_BYTES = 4 << 30
+"""A model above this many bytes is written in several files, as Hugging Face writes them."""
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def _names(hf: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(Megatron, Hugging Face) names of the weights that are the same in both."""
-    names = [
-        ("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
-        ("decoder.final_layernorm.weight", "model.norm.weight"),
-    ]
-    if not hf.get("tie_word_embeddings", False):
-        names.append(("output_layer.weight", "lm_head.weight"))
-    for i in range(int(hf["num_hidden_layers"])):
-        mcore, ours = f"decoder.layers.{i}.", f"model.layers.{i}."
-        names += [
-            (f"{mcore}input_layernorm.weight", f"{ours}input_layernorm.weight"),
-            (f"{mcore}pre_mlp_layernorm.weight", f"{ours}post_attention_layernorm.weight"),
-            (f"{mcore}self_attention.linear_proj.weight", f"{ours}self_attn.o_proj.weight"),
-            (f"{mcore}self_attention.q_layernorm.weight", f"{ours}self_attn.q_norm.weight"),
-            (f"{mcore}self_attention.k_layernorm.weight", f"{ours}self_attn.k_norm.weight"),
-        ]
-        if is_moe(hf):
-            names.append((f"{mcore}mlp.router.weight", f"{ours}mlp.gate.weight"))
-        names += [(f"{a}linear_fc2.weight", f"{b}down_proj.weight") for a, b in _mlps(hf, i)]
-    return names
+# ------------------------------------------------------------------------------------------ names and layouts
 
 
-def _mlps(hf: Mapping[str, Any], layer: int) -> list[tuple[str, str]]:
-    """(Megatron, Hugging Face) prefixes of the feed-forward blocks of a layer: one, or one for each expert."""
-    mcore, ours = f"decoder.layers.{layer}.mlp.", f"model.layers.{layer}.mlp."
-    if not is_moe(hf):
-        return [(mcore, ours)]
-    return [(f"{mcore}experts.local_experts.{e}.", f"{ours}experts.{e}.") for e in range(int(hf["num_experts"]))]
+def split(name: str, weight: Tensor, hf: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
+    """One whole Megatron weight under Hugging Face names. Tensors may share its memory."""
+    names = [part for part, _ in hf_parts(name, hf)]
+    if name.endswith("linear_qkv.weight"):
+        per_group, groups, width = heads(hf)
+        parts = weight.view(groups, per_group + 2, width, -1).split([per_group, 1, 1], dim=1)
+        return [(part, x.reshape(-1, weight.shape[-1])) for part, x in zip(names, parts, strict=True)]
+    return list(zip(names, weight.chunk(len(names), dim=0), strict=True))
 
 
-def _heads(hf: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Query heads per key-value head, key-value heads, head width."""
-    groups = int(hf["num_key_value_heads"])
-    return int(hf["num_attention_heads"]) // groups, groups, int(hf["head_dim"])
+def join(name: str, parts: Sequence[Tensor], hf: Mapping[str, Any]) -> Tensor:
+    """The inverse of :func:`split`: ``parts`` in the order of ``hf_parts``."""
+    if name.endswith("linear_qkv.weight"):
+        per_group, groups, width = heads(hf)
+        rows = [x.view(groups, n, width, x.shape[-1]) for x, n in zip(parts, (per_group, 1, 1), strict=True)]
+        return torch.cat(rows, dim=1).reshape(-1, parts[0].shape[-1])
+    return torch.cat(list(parts), dim=0) if len(parts) > 1 else parts[0]
 
 
 def to_hf(state: Mapping[str, Tensor], hf: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Megatron ``state`` under Hugging Face names. Tensors may share memory with ``state``."""
-    out = {theirs: state[ours].detach() for ours, theirs in _names(hf)}
-    per_group, groups, width = _heads(hf)
-    for i in range(int(hf["num_hidden_layers"])):
-        qkv = state[f"decoder.layers.{i}.self_attention.linear_qkv.weight"].detach()
-        parts = qkv.view(groups, per_group + 2, width, -1).split([per_group, 1, 1], dim=1)
-        for name, part in zip(("q_proj", "k_proj", "v_proj"), parts, strict=True):
-            out[f"model.layers.{i}.self_attn.{name}.weight"] = part.reshape(-1, qkv.shape[-1])
-        for ours, theirs in _mlps(hf, i):
-            gate, up = state[f"{ours}linear_fc1.weight"].detach().chunk(2, dim=0)
-            out[f"{theirs}gate_proj.weight"], out[f"{theirs}up_proj.weight"] = gate, up
-    return out
+    """Whole Megatron weights under Hugging Face names. Tensors may share memory with ``state``."""
+    return {part: x for name, weight in state.items() for part, x in split(name, weight.detach(), hf)}
 
 
 def from_hf(weights: Mapping[str, Tensor], hf: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Hugging Face ``weights`` under Megatron's names, float32. ``KeyError`` names a missing weight."""
-    out = {ours: weights[theirs].float() for ours, theirs in _names(hf)}
-    per_group, groups, width = _heads(hf)
-    for i in range(int(hf["num_hidden_layers"])):
-        q, k, v = (weights[f"model.layers.{i}.self_attn.{n}_proj.weight"].float() for n in "qkv")
-        parts = [x.view(groups, n, width, x.shape[-1]) for x, n in ((q, per_group), (k, 1), (v, 1))]
-        out[f"decoder.layers.{i}.self_attention.linear_qkv.weight"] = torch.cat(parts, dim=1).reshape(-1, q.shape[-1])
-        for ours, theirs in _mlps(hf, i):
-            both = [weights[f"{theirs}{n}_proj.weight"].float() for n in ("gate", "up")]
-            out[f"{ours}linear_fc1.weight"] = torch.cat(both, dim=0)
-    return out
+    """Hugging Face ``weights`` under Megatron's names. ``KeyError`` names a missing weight."""
+    return {name: join(name, [weights[part] for part, _ in hf_parts(name, hf)], hf) for name in megatron_shapes(hf)}
+
+
+# ------------------------------------------------------------------------------------------ model folders
+
+
+class HfWeights(Mapping[str, Tensor]):
+    """The tensors of a Hugging Face folder (one safetensors file, or several with an index), read when asked for.
+
+    Use it in a ``with``. Raises ``UsageError`` when the folder or a file can't be read."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, Any] = {}
+        self._where: dict[str, str] = {}
+
+    def __enter__(self) -> HfWeights:
+        index = self._folder / f"{WEIGHTS}.index.json"
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else [WEIGHTS]
+        for name in names:
+            try:
+                file = safe_open(self._folder / name, framework="pt")
+                self._where |= dict.fromkeys(file.keys(), name)
+                self._files[name] = file
+            except FileNotFoundError:
+                raise UsageError(f"{self._folder} is not a model folder: it has no {name}") from None
+            except (OSError, SafetensorError) as error:
+                raise UsageError(f"{self._folder / name} can't be read as safetensors: {error}") from None
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._files.clear()
+
+    def __getitem__(self, name: str) -> Tensor:
+        file = self._where[name]
+        try:
+            tensor: Tensor = self._files[file].get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise UsageError(f"{self._folder / file} can't be read as safetensors: {error}") from None
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._where)
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+
+def read_hf_weights(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a Hugging Face folder. Raises ``UsageError``."""
+    with HfWeights(folder) as weights:
+        return dict(weights)
 
 
 def load_into(model: torch.nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copy Megatron-named ``weights`` into ``model``. Raises ``UsageError`` when names or shapes do not fit."""
+    """Copy whole Megatron-named ``weights`` into a ``model`` that is whole on this rank.
+
+    Raises ``UsageError`` when names or shapes do not fit."""
     # ``_extra_state`` entries are Transformer Engine's place for quantisation scales; there are none here.
     own = {k for k in model.state_dict() if not k.endswith("_extra_state")}
     if own != set(weights):
@@ -102,35 +127,83 @@ def load_into(model: torch.nn.Module, weights: Mapping[str, Tensor]) -> None:
         raise UsageError(f"weights do not fit the model: {error}") from None
 
 
-def read_hf_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a Hugging Face folder (one safetensors file, or several with an index)."""
-    index = folder / f"{WEIGHTS}.index.json"
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else [WEIGHTS]
-    weights: dict[str, Tensor] = {}
-    for name in names:
-        try:
-            with safe_open(folder / name, framework="pt") as file:
-                weights.update({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118 (not a dict)
-        except FileNotFoundError:
-            raise UsageError(f"{folder} is not a model folder: it has no {name}") from None
-        except (OSError, SafetensorError) as error:
-            raise UsageError(f"{folder / name} can't be read as safetensors: {error}") from None
-    return weights
+def load_hf(model: torch.nn.Module, folder: Path, hf: Mapping[str, Any], *, tensor: tuple[int, int] = (0, 1)) -> None:
+    """Copy the weights of a Hugging Face folder into what of a Megatron ``model`` is on this rank, the tensor rank
+    ``tensor`` = (rank, size). Only what this rank needs is read. Raises ``UsageError``."""
+    shapes = megatron_shapes(hf)
+    with HfWeights(folder) as weights, torch.no_grad():
+        for name, parameter in local_parameters(model, hf).items():
+            try:
+                whole = join(name, [weights[part] for part, _ in hf_parts(name, hf)], hf)
+            except KeyError as error:
+                raise UsageError(f"{folder} does not hold the weight {error} that its config.json calls for") from None
+            except RuntimeError as error:
+                raise UsageError(f"weights do not fit the model: {name}: {error}") from None
+            if tuple(whole.shape) != shapes[name]:
+                raise UsageError(
+                    f"weights do not fit the model: {name} is {list(whole.shape)}, by config.json {list(shapes[name])}"
+                )
+            cut = cut_of(name)
+            if tuple(parameter.shape) != part_shape(shapes[name], cut, tensor[1]):
+                raise UsageError(f"weights do not fit the model: {name} is {list(parameter.shape)} on this rank")
+            parameter.copy_(part_of(whole, cut, *tensor))
 
 
-def load_hf(model: torch.nn.Module, folder: Path, hf: Mapping[str, Any]) -> None:
-    """Copy the weights of a Hugging Face folder into a Megatron ``model``. Raises ``UsageError``."""
-    try:
-        weights = from_hf(read_hf_weights(folder), hf)
-    except KeyError as error:
-        raise UsageError(f"{folder} does not hold the weight {error} that its config.json calls for") from None
-    load_into(model, weights)
+def hf_dtype(hf: Mapping[str, Any]) -> str:
+    """The type in which the model's weights are published."""
+    return str(hf.get("dtype") or hf.get("torch_dtype") or "float32")
 
 
-def write_hf(folder: Path, state: Mapping[str, Tensor], hf: Mapping[str, Any], *, source: Path) -> None:
-    """Write a complete Hugging Face folder: weights of ``state``, every other file (configuration, tokenizer) copied
-    from ``source``. ``folder`` must exist; making it durable is the caller's part."""
-    dtype = _DTYPES[str(hf.get("dtype") or hf.get("torch_dtype") or "float32")]
-    tensors = {name: value.to(dtype).contiguous() for name, value in to_hf(state, hf).items()}
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+def tensor_infos(hf: Mapping[str, Any], *, dtype: str | None = None) -> list[TensorInfo]:
+    """All weights of the model as Hugging Face has them, in the order in which :func:`hf_weights` gives them."""
+    return [TensorInfo(name=n, dtype=dtype or hf_dtype(hf), shape=s) for n, s in hf_shapes(hf).items()]
+
+
+def hf_weights(
+    weights: Iterable[tuple[str, Tensor]], hf: Mapping[str, Any], *, dtype: str | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Whole Megatron ``weights`` one by one under Hugging Face names, in the published type."""
+    to = DTYPES[dtype or hf_dtype(hf)]
+    for name, weight in weights:
+        for part, tensor in split(name, weight, hf):
+            yield part, tensor.to(to).contiguous()
+
+
+def in_buckets(
+    tensors: Iterable[tuple[str, Tensor]], buckets: Sequence[Bucket]
+) -> Iterator[tuple[Bucket, list[Tensor]]]:
+    """``tensors`` in the portions that were planned of them. Raises ``ValueError`` when they are not those planned."""
+    source = iter(tensors)
+    for bucket in buckets:
+        portion = []
+        for info in bucket.tensors:
+            name, tensor = next(source, ("nothing", torch.empty(0)))
+            if name != info.name or tuple(tensor.shape) != info.shape:
+                raise ValueError(f"expected {info.name} {info.shape}, got {name} {tuple(tensor.shape)}")
+            portion.append(tensor)
+        yield bucket, portion
+
+
+def write_hf(
+    folder: Path,
+    weights: Iterable[tuple[str, Tensor]],
+    hf: Mapping[str, Any],
+    *,
+    source: Path,
+    file_bytes: int = FILE_BYTES,
+) -> None:
+    """Write a complete Hugging Face folder: whole Megatron ``weights`` in the model's order, every other file
+    (configuration, tokenizer) copied from ``source``. ``folder`` must exist; making it durable is the caller's part.
+
+    The bytes depend on the weights alone, not on how many ranks they came from."""
+    files = plan_buckets(tensor_infos(hf), max_bytes=file_bytes)
+    where: dict[str, str] = {}
+    for file, tensors in in_buckets(hf_weights(weights, hf), files):
+        name = WEIGHTS if len(files) == 1 else f"model-{file.number + 1:05d}-of-{len(files):05d}.safetensors"
+        portion = {info.name: tensor.cpu() for info, tensor in zip(file.tensors, tensors, strict=True)}
+        save_file(portion, folder / name, metadata={"format": "pt"})
+        where |= dict.fromkeys(portion, name)
+    if len(files) > 1:
+        index = {"metadata": {"total_size": sum(file.bytes for file in files)}, "weight_map": where}
+        (folder / f"{WEIGHTS}.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     copy_hf(source, folder, weights=False)

@@ -16,8 +16,16 @@ What stock Megatron-core 0.16 insists on, and the way round:
 * **C4** (a slip of Megatron, wherever Transformer Engine is missing) the MoE router looks for the name
   ``te_general_gemm`` that only Transformer Engine defines. It is given the value None.
 
-Not needed on one rank with the modules chosen in :mod:`trainer.megatron.model`, hence not here: CUDA random states
-(initialisation on CPU, no dropout), streams (all-gather token dispatcher), Transformer Engine stubs.
+Only with many ranks, or where activations are computed again (:func:`adapt_to_ranks`):
+
+* **C5** recomputation saves and restores CUDA's random state, and sequence parallelism switches to one of its own for
+  dropout. Nothing here draws random numbers in a forward pass (no dropout), so no state is kept.
+* **C6** the all-to-all token dispatcher copies its split sizes to the CPU on a CUDA stream. On the CPU they only have
+  to become NumPy arrays, which ``all_to_all_single`` accepts.
+
+* **C7** pipeline stages end each exchange with ``torch.cuda.synchronize()``. It does nothing.
+
+Not needed with the modules chosen in :mod:`trainer.megatron.model`, hence not here: Transformer Engine stubs.
 """
 
 from __future__ import annotations
@@ -81,6 +89,7 @@ def quiet() -> Iterator[None]:
     """Megatron warns about its own calls to itself, on every call; nothing there is for us to act on."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"megatron\.")
+        warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
         yield
 
 
@@ -92,6 +101,30 @@ def plain_torch() -> Iterator[None]:
     else:
         with torch._C.DisableTorchFunction():
             yield
+
+
+def adapt_to_ranks() -> None:
+    """C5 to C7; safe to call again, nothing where CUDA exists."""
+    if HAVE_CUDA:
+        return
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    torch.cuda.synchronize = lambda *_, **__: None
+    random.CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()
+    random._get_cuda_rng_state = lambda *_, **__: torch.empty(0, dtype=torch.uint8)
+    random._set_cuda_rng_state = lambda *_, **__: None
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = "none on a CPU"
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _splits_as_arrays
+
+
+def _splits_as_arrays(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
+    if point == dispatcher.cuda_dtoh_point and not dispatcher.drop_and_pad:
+        for name in ("input_splits", "output_splits", "output_splits_tp"):
+            value = getattr(dispatcher, name)
+            if torch.is_tensor(value):
+                setattr(dispatcher, name, value.numpy())
+    return tokens_per_expert
 
 
 _import_megatron()

@@ -43,9 +43,17 @@ def fused_rope(t: Tensor, freqs: Tensor, interleaved: bool = False) -> Tensor:
     if interleaved or freqs.shape[-1] != t.shape[-1]:
         raise ValueError("only full-width, half-split rotary embeddings are supported")
     shape = (t.shape[0], 1, t.shape[2], t.shape[3])  # heads spelt out: long inner loops
-    return _Rope.apply(
-        t, freqs.cos().expand(shape).contiguous(), freqs.sin().expand(shape).contiguous(), _half_turn(t.shape[-1])
-    )
+    cos, sin = (x.to(t.dtype).expand(shape).contiguous() for x in (freqs.cos(), freqs.sin()))
+    return _Rope.apply(t, cos, sin, _half_turn(t.shape[-1]).to(t.dtype))
+
+
+def fused_rope_packed(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int = 1, **_: int) -> Tensor:
+    """The same hook for packed sequences: ``t`` [T, H, D], their bounds in T, ``freqs`` [longest, 1, 1, D]."""
+    if cp_size > 1:
+        raise ValueError("context parallelism is not supported")
+    lengths = cu_seqlens.diff()
+    positions = torch.arange(t.shape[0]) - torch.repeat_interleave(cu_seqlens[:-1], lengths)
+    return fused_rope(t.unsqueeze(1), freqs[positions]).squeeze(1)
 
 
 class _SwiGlu(torch.autograd.Function):
@@ -97,18 +105,22 @@ class _RmsNorm(torch.autograd.Function):
 
 
 class RmsNorm(torch.nn.Module):
-    """Takes the place of Megatron's ``WrappedTorchNorm`` (whose backward torch composes of twice as many passes)."""
+    """Takes the place of Megatron's ``WrappedTorchNorm``, whose backward torch composes of twice as many passes, and
+    which refuses sequence parallelism (its weight's gradient is then a part of the sum over tensor ranks)."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6) -> None:
         super().__init__()
-        del config
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size))
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.dtype != torch.float32:  # torch's own sums in float32
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return _RmsNorm.apply(x, self.weight, self.eps)
 
 
 def install_fused_rope() -> None:
-    """Fill Megatron's hook, so that ``apply_rope_fusion=True`` is accepted and uses :func:`fused_rope`."""
+    """Fill Megatron's hooks, so that ``apply_rope_fusion=True`` is accepted and uses :func:`fused_rope`."""
     rope_utils.fused_apply_rotary_pos_emb = fused_rope
+    rope_utils.fused_apply_rotary_pos_emb_thd = fused_rope_packed

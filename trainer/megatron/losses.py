@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ def nll(logprobs: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, float]]:
 
 
 def grpo(clip_low: float, clip_high: float) -> Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, float]]]:
-    """Clipped policy gradient on recorded log-probabilities.
+    """Clipped policy gradient on recorded log-probabilities. The result can be sent to other ranks (pickled).
 
     Per token: ``-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)`` with ``ratio = exp(new - recorded)``.
     Normalised by the number of loss tokens of the batch (token mean): every sampled token weighs the same, so a long
@@ -30,19 +31,22 @@ def grpo(clip_low: float, clip_high: float) -> Callable[[Tensor, MicroBatch], tu
     recorded``, the low-variance estimate of KL(recorded || new)), ``surprise`` (``-new``: an estimate of the entropy).
     """
 
-    def loss(logprobs: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, float]]:
-        recorded = torch.from_numpy(batch.old_logprobs)
-        advantages = torch.from_numpy(batch.advantages)
-        delta = (logprobs - recorded).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-        ratio = delta.exp()
-        free = ratio * advantages
-        clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
-        with torch.no_grad():
-            sums = {
-                "clipped": float((clipped < free).sum()),
-                "kl": float(((-delta).exp() - 1.0 + delta).sum()),
-                "surprise": float(-logprobs.sum()),
-            }
-        return -torch.minimum(free, clipped).sum(), sums
+    return partial(_clipped, clip_low=clip_low, clip_high=clip_high)
 
-    return loss
+
+def _clipped(
+    logprobs: Tensor, batch: MicroBatch, *, clip_low: float, clip_high: float
+) -> tuple[Tensor, dict[str, float]]:
+    recorded = torch.from_numpy(batch.old_logprobs).to(logprobs.device)
+    advantages = torch.from_numpy(batch.advantages).to(logprobs.device)
+    delta = (logprobs - recorded).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    ratio = delta.exp()
+    free = ratio * advantages
+    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
+    with torch.no_grad():
+        sums = {
+            "clipped": float((clipped < free).sum()),
+            "kl": float(((-delta).exp() - 1.0 + delta).sum()),
+            "surprise": float(-logprobs.sum()),
+        }
+    return -torch.minimum(free, clipped).sum(), sums

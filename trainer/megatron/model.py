@@ -2,40 +2,48 @@
 
 from __future__ import annotations
 
-import json
+import importlib.util
 import logging
-from collections.abc import Mapping
-from pathlib import Path
+from itertools import pairwise
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
 
 from farm.errors import UsageError
+from trainer.config import ONE_RANK, ParallelConfig
+from trainer.layout import check_layout
 from trainer.megatron.attention import SdpaAttention
-from trainer.megatron.cpu import quiet
+from trainer.megatron.cpu import adapt_to_ranks, quiet
 from trainer.megatron.fused import RmsNorm, SwiGlu, install_fused_rope
-
-MODEL_TYPES = ("qwen3", "qwen3_moe")
-_REQUIRED = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "max_position_embeddings",
-)  # fmt: skip
-_REQUIRED_MOE = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+from trainer.shapes import is_moe
 
 
-def start_megatron() -> None:
-    """One process, one rank, gloo; safe to call again. Thread count 1: small operators lose by more."""
+def start_megatron(parallel: ParallelConfig = ONE_RANK) -> None:
+    """Process groups, gloo on CPUs; safe to call again. With many ranks the process must have joined them before
+    (:func:`trainer.megatron.ranks.join`). Thread count 1: small operators lose by more."""
     torch.set_num_threads(1)
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel()
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tensor,
+            pipeline_model_parallel_size=parallel.pipeline,
+            expert_model_parallel_size=parallel.expert,
+            expert_tensor_parallel_size=1,
+            distributed_timeout_minutes=max(1, int(parallel.timeout_s / 60)),
+        )
 
 
 def stop_megatron() -> None:
@@ -44,27 +52,6 @@ def stop_megatron() -> None:
         parallel_state.destroy_model_parallel()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-
-
-def read_hf_config(folder: Path) -> dict[str, Any]:
-    """``config.json`` of a Hugging Face model folder, checked. Raises ``UsageError``."""
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise UsageError(f"{folder} is not a model folder: it has no config.json") from None
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} can't be read as JSON: {error}") from None
-    if not isinstance(config, dict) or config.get("model_type") not in MODEL_TYPES:
-        found = config.get("model_type") if isinstance(config, dict) else type(config).__name__
-        raise UsageError(f"{path}: model_type is {found!r}; allowed: {', '.join(MODEL_TYPES)}")
-    if "num_local_experts" in config:  # transformers 5's name
-        config["num_experts"] = config["num_local_experts"]
-    for key in _REQUIRED + (_REQUIRED_MOE if is_moe(config) else ()):
-        value = config.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UsageError(f"{path}: {key} is {value!r}; allowed: a whole number above 0")
-    return config
 
 
 def rope_theta(hf: dict[str, Any]) -> float:
@@ -76,12 +63,9 @@ def rope_theta(hf: dict[str, Any]) -> float:
     return float(rope.get("rope_theta", hf.get("rope_theta", 10_000.0)))
 
 
-def is_moe(hf: Mapping[str, Any]) -> bool:
-    return bool(hf["model_type"] == "qwen3_moe")
-
-
-def transformer_config(hf: dict[str, Any]) -> TransformerConfig:
+def transformer_config(hf: dict[str, Any], parallel: ParallelConfig = ONE_RANK) -> TransformerConfig:
     """Megatron's configuration of the same network. Raises ``UsageError`` for what can't be represented."""
+    check_layout(parallel.layout, hf)
     if hf.get("attention_bias"):
         raise UsageError("config.json: attention_bias is true; Qwen3 models have none, it is not supported")
     if hf.get("use_sliding_window"):
@@ -98,10 +82,14 @@ def transformer_config(hf: dict[str, Any]) -> TransformerConfig:
             "moe_router_pre_softmax": not hf.get("norm_topk_prob", False),
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
-            "moe_token_dispatcher_type": "allgather",
-            "moe_grouped_gemm": False,
-            "moe_permute_fusion": False,
+            "moe_grouped_gemm": parallel.implementation == "transformer_engine",
+            "moe_permute_fusion": parallel.implementation == "transformer_engine",
         }
+    if parallel.recompute == "full":
+        options |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    elif parallel.recompute == "selective":
+        options |= {"recompute_granularity": "selective", "recompute_modules": ["moe" if is_moe(hf) else "mlp"]}
+    dtype = torch.bfloat16 if parallel.precision == "bfloat16" else torch.float32
     return TransformerConfig(
         num_layers=int(hf["num_hidden_layers"]),
         hidden_size=int(hf["hidden_size"]),
@@ -127,6 +115,16 @@ def transformer_config(hf: dict[str, Any]) -> TransformerConfig:
         cuda_graph_scope=[],
         apply_rope_fusion=not torch.cuda.is_available(),
         use_te_activation_func=not torch.cuda.is_available(),  # the hook for an activation module, TE's or not
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=1,
+        sequence_parallel=parallel.layout.sequence_parallel,
+        moe_token_dispatcher_type="allgather" if parallel.ranks == 1 else "alltoall",
+        variable_seq_lengths=parallel.pipeline > 1,
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
         **options,
     )
 
@@ -136,8 +134,15 @@ class PolicyModel(GPTModel):
 
     With ``labels`` [B, T] and a boolean ``loss_mask`` [B, T] the forward returns the negative log-probability of each
     masked label, [N] in row-major order of the mask. The hidden states are gathered before the output layer, so that
-    the many context tokens of an episode cost no logits.
+    the many context tokens of an episode cost no logits. Only the last pipeline stage does so.
     """
+
+    def __init__(self, *args: Any, **kw: Any) -> None:
+        super().__init__(*args, **kw)
+        if self.post_process and self.config.sequence_parallel:
+            # The output layer gets whole sequences, chosen rows of them, on every tensor rank.
+            self.output_layer.sequence_parallel = False
+            self.output_layer.allreduce_dgrad = True
 
     def _postprocess(
         self,
@@ -147,8 +152,10 @@ class PolicyModel(GPTModel):
         loss_mask: Tensor | None = None,
         **kw: Any,
     ) -> Tensor:
-        if labels is None or loss_mask is None:
+        if labels is None or loss_mask is None or not self.post_process:
             return super()._postprocess(hidden_states, *args, labels=labels, loss_mask=loss_mask, **kw)
+        if self.config.sequence_parallel:
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
         rows = loss_mask.reshape(-1).nonzero().squeeze(1)  # into [B*T]
         batch = labels.shape[0]
         length = labels.shape[1]
@@ -161,9 +168,7 @@ class PolicyModel(GPTModel):
 
 def _use_fused(layer: Any) -> None:
     """Put the modules of :mod:`trainer.megatron.fused` into a layer's spec."""
-    layer.input_layernorm = layer.pre_mlp_layernorm = RmsNorm
-    attention = layer.self_attention.submodules
-    attention.q_layernorm = attention.k_layernorm = RmsNorm
+    _use_norms(layer)
     mlp = layer.mlp.submodules
     if hasattr(mlp, "experts"):
         mlp.experts.submodules.activation_func = SwiGlu
@@ -171,18 +176,56 @@ def _use_fused(layer: Any) -> None:
         mlp.activation_func = SwiGlu
 
 
-def build_model(hf: dict[str, Any], *, seed: int = 0) -> PolicyModel:
-    """A model with random weights that depend on ``seed`` only. Needs :func:`start_megatron`."""
+def _use_norms(layer: Any) -> None:
+    layer.input_layernorm = layer.pre_mlp_layernorm = RmsNorm
+    attention = layer.self_attention.submodules
+    attention.q_layernorm = attention.k_layernorm = RmsNorm
+
+
+def _spec(config: TransformerConfig, parallel: ParallelConfig) -> Any:
+    """What the model's layers are made of, on this rank's pipeline stage."""
+    if parallel.implementation == "transformer_engine":
+        if not torch.cuda.is_available() or not _have_transformer_engine():
+            raise UsageError(
+                "parallel.implementation is 'transformer_engine', which needs a GPU and the package transformer-engine "
+                "(pip install transformer-engine[pytorch]); install it, or set implementation to 'local'"
+            )
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=True
+        )
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
+    )
+    layer.submodules.self_attention.submodules.core_attention = SdpaAttention
+    if not torch.cuda.is_available():
+        _use_fused(layer.submodules)
+    if not config.sequence_parallel:
+        return layer
+    _use_norms(layer.submodules)
+    layers = config.num_layers // config.pipeline_model_parallel_size
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RmsNorm)
+
+
+def _have_transformer_engine() -> bool:
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def build_model(
+    hf: dict[str, Any], *, seed: int = 0, parallel: ParallelConfig = ONE_RANK, random_weights: bool = True
+) -> PolicyModel:
+    """This rank's part of a model with random weights that depend on ``seed`` only. Needs :func:`start_megatron`.
+
+    Without ``random_weights`` a GPU's memory is left as it is, for weights that are about to be loaded."""
     torch.manual_seed(seed)
     if not torch.cuda.is_available():
         install_fused_rope()
-    config = transformer_config(hf)
-    spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
-    )
-    spec.submodules.self_attention.submodules.core_attention = SdpaAttention
-    if not torch.cuda.is_available():
-        _use_fused(spec.submodules)
+    if parallel != ONE_RANK:
+        adapt_to_ranks()
+    config = transformer_config(hf, parallel)
+    config.perform_initialization = random_weights or config.use_cpu_initialization
+    if torch.cuda.is_available():
+        model_parallel_cuda_manual_seed(seed)
+    spec = _spec(config, parallel)
     # Megatron's own spec for a dense layer makes its own layer complain, once for each layer.
     logging.getLogger("megatron.core.transformer.transformer_layer").setLevel(logging.ERROR)
     with quiet():
@@ -191,7 +234,18 @@ def build_model(hf: dict[str, Any], *, seed: int = 0) -> PolicyModel:
             transformer_layer_spec=spec,
             vocab_size=int(hf["vocab_size"]),
             max_sequence_length=int(hf["max_position_embeddings"]),
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
             position_embedding_type="rope",
             rotary_base=rope_theta(hf),
             share_embeddings_and_output_weights=bool(hf.get("tie_word_embeddings", False)),
         )
+
+
+def packing(bounds: tuple[int, ...], device: torch.device) -> PackedSeqParams:
+    """Where the sequences of a packed micro-batch begin and end."""
+    at = torch.tensor(bounds, dtype=torch.int32, device=device)
+    longest = max(end - start for start, end in pairwise(bounds))
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=at, cu_seqlens_kv=at, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
