@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from farm.errors import UsageError
 from trainer.group import BatchRules
-from trainer.layout import Layout
+from trainer.layout import Layout, check_ranks
 
 PROFILES = Path(__file__).parent / "profiles"
 """Shipped configurations; ``--config NAME`` finds one here when there is no file of that name."""
@@ -101,9 +101,11 @@ def load_config(path: Path | None = None, *, sets: Sequence[str] = ()) -> Traine
         except tomllib.TOMLDecodeError:
             raise UsageError(f"--set {item!r}: {text!r} is not a TOML value, for example lr=2e-4") from None
     try:
-        return TrainerConfig.model_validate(given)
+        config = TrainerConfig.model_validate(given)
     except ValidationError as error:
         raise UsageError(_explain(error, where)) from None
+    check_ranks(config.parallel.layout, where=f"{where}: parallel")
+    return config
 
 
 def batch_rules(run_config: Mapping[str, Any], *, where: str) -> BatchRules:

@@ -46,12 +46,18 @@ class Layout:
         return layer // (layers // self.pipeline)
 
 
-def check_layout(layout: Layout, hf: Mapping[str, Any], *, where: str = "parallel") -> None:
-    """Raises ``UsageError`` when the model of ``hf`` can't lie so."""
-    one_stage, model = layout.ranks // max(1, layout.pipeline), hf["model_type"]
+def check_ranks(layout: Layout, *, where: str = "parallel") -> None:
+    """Raises ``UsageError`` when no model can lie so."""
+    one_stage = layout.ranks // max(1, layout.pipeline)
     _divides(where, "pipeline", layout.pipeline, layout.ranks, "the number of ranks")
     _divides(where, "tensor", layout.tensor, one_stage, "the ranks of one pipeline stage")
     _divides(where, "expert", layout.expert, one_stage, "the ranks of one pipeline stage")
+
+
+def check_layout(layout: Layout, hf: Mapping[str, Any], *, where: str = "parallel") -> None:
+    """Raises ``UsageError`` when the model of ``hf`` can't lie so."""
+    check_ranks(layout, where=where)
+    model = hf["model_type"]
     if layout.expert > 1 and not is_moe(hf):
         raise UsageError(f"{where}.expert is {layout.expert}, but {model} has no experts; set it to 1")
     if layout.expert > 1:

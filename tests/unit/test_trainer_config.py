@@ -21,6 +21,13 @@ def test_file_then_sets(tmp_path: Path) -> None:
     assert load_config(path).lr == 1e-3
 
 
+def test_a_key_of_a_table_and_a_shipped_profile() -> None:
+    config = load_config(sets=["parallel.ranks=4", "parallel.tensor=2"])
+    assert (config.parallel.layout.data, config.parallel.layout.tensor) == (2, 2)
+    profile = load_config(Path("qwen3-30b-a3b"), sets=["parallel.ranks=16"])
+    assert (profile.parallel.layout.expert_data, profile.parallel.precision) == (2, "bfloat16")
+
+
 def test_warm_up_is_linear_then_constant() -> None:
     config = TrainerConfig(lr=0.4, warmup_steps=3)
     assert [config.learning_rate(s) for s in (0, 1, 2, 3, 99)] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4])
@@ -36,6 +43,10 @@ def test_warm_up_is_linear_then_constant() -> None:
         ("lr", "must be key=value"),
         ("lr=fast", "not a TOML value"),
         ("checkpoint_every=0", "checkpoint_every: given 0"),
+        ("parallel.tensor=0", "parallel.tensor: given 0"),
+        ("parallel.tensr=2", r"parallel.tensr: unknown key; did you mean 'tensor'\? allowed: distributed_optimizer"),
+        ("parallel.tensor=2", r"parallel.tensor is 2, which does not divide the ranks of one pipeline stage \(1\)"),
+        ("parallel=3", "parallel: given 3"),
     ],
 )
 def test_wrong_settings_are_one_clear_line(text: str, message: str) -> None:

@@ -151,8 +151,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert "8.19 B parameters" in own.output
     for arguments, message in [
         (["--model", "nothing"], "neither a model folder nor known; known: qwen3-30b-a3b"),
-        (["--gpus", "8", "--set", "parallel.tensor=8"], "tensor is 8"),
-        (["--set", "parallel.tensr=8"], "did you mean 'tensor'?"),
+        (["--gpus", "8", "--set", "parallel.tensor=8"], "tensor is 8, which does not divide num_key_value_heads (4)"),
         (["--set", 'parallel.recompute="all"'], "parallel.recompute: given 'all'"),
         (["--config", "qwen3-30b"], "shipped profile: qwen3-30b-a3b"),
     ]:
