@@ -120,10 +120,15 @@ def state(run: RunFolder) -> dict[str, Any]:
     }
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(360)
 def test_a_killed_rank_ends_all_and_the_resumed_run_is_bit_equal(tmp_path: Path) -> None:
     calm, killed = make_run(tmp_path / "calm"), make_run(tmp_path / "killed")
-    code, errors = finish(start(calm))
+    process = start(calm, steps=10**6)
+    assert process.stdout is not None
+    for _ in range(STEPS):
+        assert process.stdout.readline().startswith("step ")
+    process.terminate()  # passed on to rank 0, which sends the other home
+    code, errors = finish(process)
     assert code == 0, errors
     expected = state(calm)
     assert sorted(expected["policies"]) == list(range(STEPS + 1))
