@@ -3,10 +3,9 @@
 ``step-000012.pt`` holds the learner's state (weights, optimizer, random state) and the loop's own (step, cursor,
 batcher), written under a temporary name, flushed, renamed (Rule 2). Bit-equal on load: tensors are stored as they are.
 
-Why not Megatron's ``dist_checkpointing`` here: on one rank it buys nothing, its first save in a process costs seconds
-(it starts a manager process, and a forked writer that can hang for ever), and its optimizer state comes back without
-the step count. With model or optimizer sharded over ranks it is the way; the loop only sees :func:`save` and
-:func:`load`, and a folder in place of the file changes nothing for it.
+Why not Megatron's ``dist_checkpointing``: on one rank it buys nothing, its first save in a process costs seconds (it
+starts a manager process, and a forked writer that can hang for ever), and its optimizer state comes back without the
+step count. Many ranks have a format of their own, :mod:`trainer.megatron.sharded`; a learner knows which one is its.
 """
 
 from __future__ import annotations
