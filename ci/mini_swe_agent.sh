@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # The agent "external" with the real mini-swe-agent, in a virtual environment of its own (.venv-mini). Its loop needs only
-# a few of its dependencies, so only those are installed. About a minute, downloads apart (a few MB).
+# a few of its dependencies, so only those are installed. About a minute (60 MB).
 set -euo pipefail
 cd "$(dirname "$0")/.."
-ci/setup.sh
+make --silent setup
 venv=.venv-mini
 pins=(mini-swe-agent==2.4.6)
 needed=(jinja2 pydantic platformdirs python-dotenv pyyaml rich typer requests)

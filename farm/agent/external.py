@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections import deque
@@ -141,13 +142,13 @@ async def _keep(process: asyncio.subprocess.Process, lines: deque[str]) -> None:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """End the program and all that it started and that is still its descendant."""
-    if process.returncode is not None:
-        return
-    with contextlib.suppress(psutil.NoSuchProcess):
-        family = psutil.Process(process.pid)
-        for member in (*family.children(recursive=True), family):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                member.kill()
+    """End the program, its descendants, and what is left in its session when it has ended by itself."""
+    if process.returncode is None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for member in psutil.Process(process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    member.kill()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # it leads a group of its own
     async with asyncio.timeout(_STOP_S):
         await process.wait()

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -154,6 +155,13 @@ def test_time_ends_a_scaffold_that_hangs_with_all_it_started(model: str) -> None
     found = run(model, "hangs", ScriptedEngine(script(model, "ls")), limits=limits)
     assert found.end_reason is EndReason.TIME_LIMIT
     assert time.monotonic() - begun < 20
+
+
+def test_what_a_scaffold_leaves_running_is_ended(model: str) -> None:
+    begun = time.time()
+    assert run(model, "leaves", ScriptedEngine(script(model, "ls"))).end_reason is EndReason.SUBMITTED
+    left = [p for p in psutil.process_iter(["cmdline", "create_time"]) if p.info["cmdline"] == ["sleep", "600"]]
+    assert not [p for p in left if p.info["create_time"] >= begun - 1]
 
 
 def test_a_scaffold_that_breaks_is_a_defect_of_the_agent(model: str) -> None:

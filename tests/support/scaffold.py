@@ -58,6 +58,8 @@ def main(course: str) -> None:
     elif course == "hangs":
         subprocess.Popen(["sleep", "600"])
         time.sleep(600)
+    elif course == "leaves":
+        subprocess.Popen(["sleep", "600"])
     elif course == "probes":
         chat = [{"role": "user", "content": "x"}]
         url = f"{BASE}/chat/completions"
