@@ -4,7 +4,7 @@ SHELL := bash
 BIN := .venv/bin
 PROFILE ?= full
 
-.PHONY: reproduce test test-swebench check bench datasets base-policy ci setup
+.PHONY: reproduce test test-swebench test-sandboxes check bench datasets base-policy ci setup
 reproduce: .venv/ready
 	$(BIN)/harness reproduce --all --profile $(PROFILE)
 
@@ -13,6 +13,10 @@ test: .venv/ready
 
 test-swebench:  # with the real swebench package, in its own .venv-swebench
 	ci/swebench.sh
+
+# Docker and E2B back ends; as root, installs docker.io where it is missing.
+test-sandboxes: .venv/ready
+	ci/sandboxes.sh
 
 check: .venv/ready
 	$(BIN)/ruff check .

@@ -232,6 +232,25 @@ def doctor() -> None:
 
 
 @main.command()
+@click.option("--tasks", metavar="SPEC", required=True, help="micro:SPLIT, pypi[:PACKAGE] or swebench:PATH.")
+@click.option("--limit", type=click.IntRange(min=1), help="Only the first N tasks.")
+@click.option("--config", "config_path", type=click.Path(path_type=Path), help="TOML file.")
+@click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one value; repeatable.")
+@one_line_errors
+def images(tasks: str, limit: int | None, config_path: Path | None, sets: tuple[str, ...]) -> None:
+    """Have the images of the tasks ready: pull them to the Docker daemon, build their E2B templates.
+
+    Paced by the registry's rate. A run does without, but then its first episodes wait for it."""
+    import asyncio
+
+    from farm.config import load_config
+    from farm.images import prepare_images
+
+    config = load_config(config_path, sets=sets, overrides={"rollout": {"tasks": tasks, "limit": limit}})
+    asyncio.run(prepare_images(config, say=click.echo))
+
+
+@main.command()
 @click.argument("run_path", metavar="RUN", type=click.Path(path_type=Path))
 @click.argument("episode")
 @one_line_errors

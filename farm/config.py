@@ -89,10 +89,41 @@ def parse_workers(text: str) -> tuple[int, int]:
 
 
 class SandboxConfig(_Section):
-    """``start_delay_s`` is added to every start, to measure what a slower back end would cost."""
+    """``provider``: bubblewrap, docker, e2b or fake. ``start_delay_s`` is added to every start, to measure what a
+    slower back end would cost."""
 
     provider: str = "bubblewrap"
     start_delay_s: float = Field(default=0.0, ge=0)
+
+
+class DockerConfig(_Section):
+    """For ``sandbox.provider = "docker"``. ``host``: where the daemon listens ("": DOCKER_HOST, or the usual socket);
+    ``user``: whom commands run as ("": the image's own); ``pulls_per_minute``: per registry, of all workers on a host;
+    ``image_budget_bytes``: of the images that the farm pulled (0: no limit)."""
+
+    host: str = ""
+    runtime: str = ""
+    cpus: float = Field(default=1.0, gt=0)
+    user: str = ""
+    pulls_per_minute: float = Field(default=60.0, gt=0)
+    image_budget_bytes: int = Field(default=0, ge=0)
+
+
+class E2BConfig(_Section):
+    """For ``sandbox.provider = "e2b"``; the key is in the environment (E2B_API_KEY). ``creates_per_s`` and
+    ``concurrent`` are the account's limits (Hobby 1 and 20, Pro 5 and 100), kept by all workers that share ``ledger``
+    ("": the run folder). ``templates``: image -> template; ``vcpus`` and ``memory_mb``: of the templates that ``farm
+    images`` builds."""
+
+    creates_per_s: float = Field(default=1.0, gt=0)
+    concurrent: int = Field(default=20, ge=1)
+    ledger: str = ""
+    templates: dict[str, str] = {}
+    user: str = "root"
+    internet: bool = False
+    domain: str = ""
+    vcpus: int = Field(default=2, ge=1)
+    memory_mb: int = Field(default=1024, ge=128)
 
 
 class EngineConfig(_Section):
@@ -262,6 +293,8 @@ class InjectConfig(_Section):
 class FarmConfig(_Section):
     cluster: ClusterConfig = ClusterConfig()
     sandbox: SandboxConfig = SandboxConfig()
+    docker: DockerConfig = DockerConfig()
+    e2b: E2BConfig = E2BConfig()
     engine: EngineConfig = EngineConfig()
     agent: AgentConfig = AgentConfig()
     renderer: RendererConfig = RendererConfig()
@@ -272,6 +305,15 @@ class FarmConfig(_Section):
     retry: RetryConfig = RetryConfig()
     log: LogConfig = LogConfig()
     inject: InjectConfig = InjectConfig()
+
+    def sandbox_options(self, run: Path | None = None) -> dict[str, Any]:
+        """What ``make_provider`` needs for the configured provider; ``run`` is the run folder."""
+        if self.sandbox.provider == "docker":
+            return self.docker.model_dump()
+        if self.sandbox.provider == "e2b":
+            options = self.e2b.model_dump()
+            return {**options, "ledger": options["ledger"] or ("" if run is None else str(run / "e2b"))}
+        return {}
 
     @model_validator(mode="after")
     def _context(self) -> FarmConfig:

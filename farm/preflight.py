@@ -5,6 +5,7 @@ Each check raises ``UsageError`` with one line: what, where, what is allowed, wh
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import urllib.error
@@ -19,6 +20,7 @@ from farm.config import FarmConfig
 from farm.errors import UsageError
 from farm.grader import make_grader
 from farm.grader.parsers import PARSERS
+from farm.protocols import ImageKeeper
 from farm.render import RENDERERS, make_renderer
 from farm.render.messages import MessageRenderer
 from farm.sandbox import PROVIDERS, make_provider
@@ -64,13 +66,15 @@ def prepare(config: FarmConfig) -> Prepared:
             _check_engine(url)
     _check_port(config.cluster.port)
     _check_scheduler(config.cluster.address)
-    make_provider(config.sandbox.provider)
+    provider = make_provider(config.sandbox.provider, **config.sandbox_options())
     tasks = load_tasks(config.rollout.tasks, limit=config.rollout.limit)
     make_grader(config.grader.name)
     _check_parsers(tasks, config.grader.name)
     _check_images(tasks, config.sandbox.provider)
     if not tasks:
         raise UsageError(f"tasks {config.rollout.tasks!r}: no tasks in there; give a source with at least one")
+    if isinstance(provider, ImageKeeper):
+        asyncio.run(provider.check({task.image for task in tasks}))
     return Prepared(tasks=tuple(tasks), base_policy=base_policy)
 
 

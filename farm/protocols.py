@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from farm.types import (
     Cursor,
@@ -88,6 +88,19 @@ class SandboxProvider(Protocol):
 
     async def sweep(self, *, now_s: float) -> int:
         """Remove sandboxes of this provider whose deadline has passed; returns how many."""
+        ...
+
+
+@runtime_checkable
+class ImageKeeper(Protocol):
+    """A provider whose images come from elsewhere: they can be asked for, and made ready, before a run."""
+
+    async def check(self, images: Iterable[str]) -> None:
+        """Is there nothing known that keeps them from starting? Raises ``UsageError``."""
+        ...
+
+    async def prepare(self, image: str, *, deadline_at_s: float) -> None:
+        """Have ``image`` ready. Raises ``SandboxStartError``."""
         ...
 
 

@@ -107,7 +107,8 @@ async def running_farm(
         stack.callback(log.close)
         await asyncio.to_thread(log.seal)
         stack.push_async_callback(asyncio.to_thread, log.seal)  # what landed while the cluster was closing
-        provider = make_provider(config.sandbox.provider)
+        provider_options = config.sandbox_options(run.path)
+        provider = make_provider(config.sandbox.provider, **provider_options)
         await provider.sweep(now_s=time.time())
         policies: PolicyLog | None = None
         fleet: Engines | None = None
@@ -123,6 +124,7 @@ async def running_farm(
         options = WorkerOptions(
             log_path=str(run.trajectories),
             provider=config.sandbox.provider,
+            provider_options=provider_options,
             start_delay_s=config.sandbox.start_delay_s,
             agent=config.agent.name,
             agent_command=config.agent.command,

@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
 
 from farm.agent import make_agent
 from farm.engine import make_engine
@@ -60,6 +60,7 @@ class WorkerOptions:
     start_delay_s: float = 0.0
     fault_rate: float = 0.0
     fault_seed: int = 0
+    provider_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +111,7 @@ class EpisodeWorker:
         self._options = options
         self._now = now
         self.log = DirectoryLog(options.log_path)
-        self._provider = make_provider(options.provider)
+        self._provider = make_provider(options.provider, **options.provider_options)
         if options.start_delay_s:
             self._provider = SlowStarts(self._provider, options.start_delay_s)
         self._agent = make_agent(options.agent, command=options.agent_command)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
@@ -14,7 +13,6 @@ from harness.profiles import DATA, ENGINES, POLICY, RL_TASKS, SANDBOX, VERIFIED,
 
 _PROBE_S = 5.0
 _GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
-_DOCKER_SOCKET = Path("/var/run/docker.sock")
 
 
 def require(profile: Profile, roles: Iterable[str], environment: Mapping[str, str]) -> None:
@@ -45,11 +43,11 @@ def _installed(name: str) -> bool:
         return False
 
 
-def _bubblewrap() -> list[str]:
+def _provider(name: str) -> list[str]:
     from farm.sandbox import make_provider
 
     try:
-        make_provider("bubblewrap")
+        make_provider(name)
     except UsageError as error:
         return [str(error)]
     return []
@@ -77,20 +75,13 @@ def _answers(url: str) -> bool:
 
 
 def _sandboxes(environment: Mapping[str, str]) -> list[str]:
-    from farm.sandbox import PROVIDERS
-
     name = environment.get(SANDBOX, "")
     if name not in ("e2b", "docker"):
         return [f"no sandboxes: set {SANDBOX} to e2b or docker (is {name or 'not set'})"]
-    found = []
-    if name not in PROVIDERS:
-        found.append(f"sandbox provider {name} is not in this version (it has {', '.join(PROVIDERS)})")
-    if name == "e2b":
-        found += [] if _installed("e2b") else ["the package e2b is not installed (pip install e2b)"]
-        found += [] if environment.get("E2B_API_KEY") else ["no E2B account: set E2B_API_KEY"]
-    elif not shutil.which("docker") and not _DOCKER_SOCKET.exists() and not environment.get("DOCKER_HOST"):
-        found.append("no Docker daemon: start it, or set DOCKER_HOST")
-    return found
+    if name == "docker":
+        return _provider("docker")
+    found = [] if _installed("e2b") else ["the package e2b is not installed (pip install 'rollout-farm[e2b]')"]
+    return found + ([] if environment.get("E2B_API_KEY") else ["no E2B account: set E2B_API_KEY"])
 
 
 def _gpus() -> list[str]:
@@ -113,7 +104,7 @@ def _tasks(environment: Mapping[str, str]) -> list[str]:
 Check = Callable[[Mapping[str, str]], list[str]]
 _EMBEDDED: Mapping[str, Check] = {
     "engine": lambda _: _package("torch"),
-    "sandbox": lambda _: _bubblewrap(),
+    "sandbox": lambda _: _provider("bubblewrap"),
     "trainer": lambda _: _package("megatron.core"),
 }
 _CLUSTER: Mapping[str, Check] = {

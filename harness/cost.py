@@ -18,22 +18,36 @@ def prices(path: Path = PRICES) -> dict[str, dict[str, dict[str, Any]]]:
         return tomllib.load(file)
 
 
-def cost(trajectories: Sequence[Trajectory], sandbox: str, priced: Mapping[str, Any]) -> dict[str, Any]:
+def usd_per_s(sandbox: str, priced: Mapping[str, Any], config: Mapping[str, Any]) -> float | None:
+    """The price of one sandbox of the run with ``config``; None where ``sandbox`` has no price, or ``config`` does not
+    say how large its sandboxes are."""
+    price = priced.get("sandbox", {}).get(sandbox)
+    size = config.get(sandbox, {})
+    if price is None or "vcpus" not in size:
+        return None
+    vcpus, gib = float(size["vcpus"]), size["memory_mb"] / 1024
+    return float(price["usd_per_vcpu_s"] * vcpus + price["usd_per_gib_s"] * gib)
+
+
+def cost(
+    trajectories: Sequence[Trajectory], sandbox: str, priced: Mapping[str, Any], config: Mapping[str, Any]
+) -> dict[str, Any]:
     """Totals, and the same per trajectory and per solved task (attempts that passed; None when none did).
 
-    ``cpu_s`` is what sandboxes and workers used; engines and the trainer serve all trajectories at once and are not in
-    it. ``prompt_tokens`` leaves out those that came from an engine's prefix cache. Attempts that an infrastructure
-    failure ended are paid for like the others. ``usd`` is None where ``sandbox`` has no price."""
+    ``cpu_s`` is what sandboxes and workers used; engines and the trainer serve all trajectories at once and are not
+    in it. ``prompt_tokens`` leaves out those that came from an engine's prefix cache. Attempts that an infrastructure
+    failure ended are paid for like the others. ``usd``: :func:`usd_per_s` for the whole time of every trajectory,
+    which has one sandbox at a time."""
     graded = [t for t in trajectories if isinstance(t.outcome, Graded)]
     solved = sum(t.outcome.evidence.resolved for t in graded if isinstance(t.outcome, Graded))
-    price = priced.get("sandbox", {}).get(sandbox)
+    price = usd_per_s(sandbox, priced, config)
     seconds = sum(t.ended_at_s - t.started_at_s for t in trajectories)
     totals: dict[str, float | None] = {
         "cpu_s": sum(t.usage.sandbox_cpu_s + t.usage.worker_cpu_s for t in trajectories),
         "sandbox_s": seconds,
         "prompt_tokens": sum(t.usage.prompt_tokens - t.usage.cached_tokens for t in trajectories),
         "output_tokens": sum(t.usage.output_tokens for t in trajectories),
-        "usd": None if price is None else seconds * price["usd_per_s"],
+        "usd": None if price is None else seconds * price,
     }
     return {
         "trajectories": len(trajectories),

@@ -80,7 +80,7 @@ def regrade(
             f"tests, the tasks of {len(tested)} are not in {config.rollout.tasks!r} as it is now"
         )
     parts = Parts(
-        provider=make_provider(config.sandbox.provider),
+        provider=make_provider(config.sandbox.provider, **config.sandbox_options()),
         grader=make_grader(config.grader.name),
         limits=config.limits.limits,
     )

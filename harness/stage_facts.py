@@ -39,7 +39,7 @@ def _run(run: Path) -> dict[str, Any]:
     }
     if rows:
         facts |= {
-            "cost": cost.cost(rows, config.get("sandbox", {}).get("provider", ""), cost.prices()),
+            "cost": cost.cost(rows, config.get("sandbox", {}).get("provider", ""), cost.prices(), config),
             "activity_s": cost.activity_s(rows),
             "tokens": _quantiles([t.total_tokens for t in rows]),
             "seconds": _quantiles([t.ended_at_s - t.started_at_s for t in rows]),

@@ -11,6 +11,8 @@ if TYPE_CHECKING:  # the launcher, which must start fast, imports this package t
 
 PROVIDERS: Mapping[str, str] = {
     "bubblewrap": "farm.sandbox.bubblewrap:BubblewrapProvider",
+    "docker": "farm.sandbox.docker:DockerProvider",
+    "e2b": "farm.sandbox.e2b:E2BProvider",
     "fake": "farm.sandbox.fake:FakeProvider",
 }
 

@@ -7,7 +7,7 @@ import contextlib
 import time
 from pathlib import Path
 
-from farm.protocols import Sandbox, SandboxSpec
+from farm.protocols import Sandbox, SandboxProvider, SandboxSpec
 from farm.sandbox.bubblewrap import BubblewrapProvider
 from farm.sandbox.state import read_record, record_path, state_directory
 
@@ -21,6 +21,25 @@ def measure(n: int, *, concurrent: int = 1) -> dict[str, list[float]]:
     launcher, bwrap and the sandbox for it; ``exec_ms``: one further ``true``; ``stop_ms``: until all of it is gone.
     """
     return asyncio.run(_measure(n, concurrent))
+
+
+async def measure_any(provider: SandboxProvider, n: int, *, concurrent: int = 1) -> dict[str, list[float]]:
+    """``start_ms``, ``exec_ms`` and ``stop_ms`` as :func:`measure` has them, of any provider. ``start_ms`` ends with
+    the first finished command; ``stop_ms`` is of one after the other."""
+    found: dict[str, list[float]] = {"start_ms": [], "exec_ms": [], "stop_ms": []}
+    while len(found["start_ms"]) < n:
+        stacks = [contextlib.AsyncExitStack() for _ in range(concurrent)]
+        try:
+            started = await asyncio.gather(*(_start(provider, stack) for stack in stacks))
+            found["start_ms"] += [start_s * 1e3 for _, start_s in started]
+            for sandbox, _ in started:
+                found["exec_ms"] += [await _exec_ms(sandbox) for _ in range(_EXECS)]
+        finally:
+            for stack in stacks:
+                before = time.perf_counter()
+                await stack.aclose()
+                found["stop_ms"].append((time.perf_counter() - before) * 1e3)
+    return found
 
 
 async def _measure(n: int, concurrent: int) -> dict[str, list[float]]:
@@ -49,17 +68,20 @@ async def _batch(provider: BubblewrapProvider, size: int) -> dict[str, list[floa
         "stop_ms": [],
     }
     for (sandbox, _), stack in zip(started, stacks, strict=True):
-        for _ in range(_EXECS):
-            before = time.perf_counter()
-            await sandbox.exec("true", timeout_s=10)
-            found["exec_ms"].append((time.perf_counter() - before) * 1e3)
+        found["exec_ms"] += [await _exec_ms(sandbox) for _ in range(_EXECS)]
         before = time.perf_counter()
         await stack.aclose()
         found["stop_ms"].append((time.perf_counter() - before) * 1e3)
     return found
 
 
-async def _start(provider: BubblewrapProvider, stack: contextlib.AsyncExitStack) -> tuple[Sandbox, float]:
+async def _exec_ms(sandbox: Sandbox) -> float:
+    before = time.perf_counter()
+    await sandbox.exec("true", timeout_s=10)
+    return (time.perf_counter() - before) * 1e3
+
+
+async def _start(provider: SandboxProvider, stack: contextlib.AsyncExitStack) -> tuple[Sandbox, float]:
     spec = SandboxSpec(owner="bench", deadline_at_s=time.time() + 300)
     before = time.perf_counter()
     sandbox = await stack.enter_async_context(provider.open(spec))

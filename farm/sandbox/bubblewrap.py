@@ -18,18 +18,19 @@ import platform
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any
 
-from farm.errors import SandboxLostError, SandboxStartError, UsageError
-from farm.protocols import ExecResult, Sandbox, SandboxSpec
+from farm.errors import SandboxStartError, UsageError
+from farm.protocols import Sandbox, SandboxSpec
 from farm.sandbox import command_server, rootfs, seccomp
 from farm.sandbox.cgroup import Cgroups, find_cgroups, plan
 from farm.sandbox.channel import Channel, Closed
 from farm.sandbox.host import check_host, host_uids
 from farm.sandbox.launch import LauncherLost, LauncherSlot
 from farm.sandbox.launcher import HELD
+from farm.sandbox.served import STOP_S, ServedSandbox, uncancelled
 from farm.sandbox.state import (
     kill,
     orphaned_groups,
@@ -41,15 +42,10 @@ from farm.sandbox.state import (
 )
 
 _START_S = 30.0  # the most time until the command server answers
-_GRACE_S = 10.0  # how much later than a command's time-out the server may answer
-_FILES_S = 30.0  # for one frame of file content
-_STOP_S = 5.0  # for each of the two steps of the end: by itself, by force
 
 _RLIMITS = {"fsize": 1, "core": 4, "nproc": 6, "nofile": 7, "memlock": 8, "as": 9, "msgqueue": 12}
 _NOFILE = 1024
 _MEMLOCK = 64 << 10
-
-T = TypeVar("T")
 
 
 class BubblewrapProvider:
@@ -77,7 +73,7 @@ class BubblewrapProvider:
         try:
             yield sandbox
         finally:
-            await _uncancelled(sandbox.close())
+            await uncancelled(sandbox.close())
 
     @property
     def launcher_pid(self) -> int | None:
@@ -114,7 +110,7 @@ class BubblewrapProvider:
         try:
             await sandbox.ready()
         except BaseException:
-            await _uncancelled(sandbox.close())
+            await uncancelled(sandbox.close())
             raise
         return sandbox
 
@@ -159,21 +155,13 @@ class BubblewrapProvider:
         }
 
 
-class BubblewrapSandbox:
+class BubblewrapSandbox(ServedSandbox):
     """A running sandbox; made by :class:`BubblewrapProvider` only."""
 
     def __init__(self, sandbox_id: str, spec: SandboxSpec, channel: Channel, record: Path) -> None:
-        self._id = sandbox_id
-        self._spec = spec
+        super().__init__(sandbox_id, spec, channel)
         self._channel = channel
         self._record = record
-        self._cpu_s = 0.0
-        self._lock = asyncio.Lock()
-        self._lost: tuple[str, str] | None = None  # message, kind
-
-    @property
-    def id(self) -> str:
-        return self._id
 
     async def ready(self) -> None:
         """Wait for the command server. Raises ``SandboxStartError`` with what bwrap had to say."""
@@ -198,71 +186,19 @@ class BubblewrapSandbox:
         except TimeoutError:
             raise SandboxStartError(f"no answer in {_START_S:g} s: {said.strip()[:500]}", kind="timeout") from None
 
-    async def exec(
-        self, command: str, *, timeout_s: float, cwd: str | None = None, env: Mapping[str, str] | None = None
-    ) -> ExecResult:
-        text = command.encode(errors="surrogateescape")
-        frame = command_server.run_frame(
-            text,
-            timeout_s=timeout_s,
-            output_bytes=self._spec.output_bytes,
-            cwd=cwd or self._spec.workdir,
-            env=env or {},
-        )
-        if b"\0" in text:
-            return _refused("the command holds a null byte")
-        if len(frame) > command_server.MAX_FRAME:
-            return _refused("Argument list too long")
-        async with self._lock:
-            started = time.perf_counter()
-            output, last = await self._ask(frame, b"E", timeout_s + _GRACE_S)
-            end = command_server.parse_end(last)
-            self._cpu_s = end.cpu_s
-            return ExecResult(
-                exit_code=end.exit_code,
-                output=b"".join([*output, end.output]).decode(errors="replace"),
-                truncated=end.truncated,
-                timed_out=end.timed_out,
-                duration_s=time.perf_counter() - started,
-            )
-
-    async def write_files(self, files: Mapping[str, bytes]) -> None:
-        """Raises ``OSError`` when a path can't be written (also: disk full), ``ValueError`` when it isn't absolute."""
-        for path in files:
-            _check_path(path)
-        async with self._lock:
-            for frame in command_server.write_frames(files):
-                _, last = await self._ask(frame, b"w", _FILES_S)
-                if last != b"w":
-                    raise OSError(last[1:].decode(errors="replace"))
-
-    async def read_file(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
-        _check_path(path)
-        async with self._lock:
-            parts, last = await self._ask(command_server.get_frame(path, max_bytes), b"g", _FILES_S)
-        if last == b"gmissing":
-            raise FileNotFoundError(path)
-        if last == b"gbig":
-            raise ValueError(f"{path} is longer than {max_bytes} bytes")
-        return b"".join(parts)
-
-    async def cpu_s(self) -> float:
-        """Of the command server and of all processes that have ended, as of the last command."""
-        return self._cpu_s
-
     async def close(self) -> None:
         """End everything and wait until it is gone: first by asking, then by force, then it is the sweeper's."""
         try:
             self._channel.shut()
             if not await self._gone():
-                self._kill()
+                await self._end_by_force()
                 await self._gone()
         finally:
             self._channel.close()
             self._lost = self._lost or ("it is closed", "closed")
 
     async def _gone(self) -> bool:
-        until = time.monotonic() + _STOP_S
+        until = time.monotonic() + STOP_S
         try:
             while True:
                 await self._channel.receive(timeout_s=until - time.monotonic())
@@ -271,92 +207,14 @@ class BubblewrapSandbox:
         except TimeoutError:
             return False
 
-    async def _ask(self, frame: bytes, last: bytes, timeout_s: float) -> tuple[list[bytes], bytes]:
-        """Send ``frame``; returns the contents of the answers before the one of kind ``last``, and that frame whole.
-
-        When cancelled, what the frame started is stopped and its answer taken, so that the next one gets its own.
-        """
-        await self._send(frame)
-        before: list[bytes] = []
-        try:
-            while True:
-                answer = await self._receive(timeout_s)
-                if answer[:1] == last:
-                    return before, answer
-                before.append(answer[1:])
-        except asyncio.CancelledError:
-            await _uncancelled(self._settle(last))
-            raise
-
-    async def _settle(self, last: bytes) -> None:
-        with contextlib.suppress(SandboxLostError):
-            await self._send(command_server.stop_frame())
-            while (await self._receive(_GRACE_S))[:1] != last:
-                pass
-
-    async def _send(self, frame: bytes) -> None:
-        self._check()
-        try:
-            await self._channel.send(frame, timeout_s=_FILES_S)
-        except Closed:
-            while True:  # until the launcher says why, or nothing more comes
-                await self._receive(_STOP_S)
-        except TimeoutError:
-            self._fail("the command server takes no requests", kind="unresponsive")
-
-    async def _receive(self, timeout_s: float) -> bytes:
-        try:
-            frame = await self._channel.receive(timeout_s=timeout_s)
-        except Closed:
-            self._fail("it is gone", kind="lost")
-        except TimeoutError:
-            self._fail("the command server does not answer", kind="unresponsive")
-        if frame[:2] == b"X{":  # the launcher's last words
-            facts = json.loads(frame[1:])
-            kind = "deadline" if facts["overdue"] else "oom" if facts["oom_kills"] else "lost"
-            self._fail(f"it ended: {facts}", kind=kind)
-        return frame
-
-    def _check(self) -> None:
-        if self._lost is not None:
-            raise SandboxLostError(f"sandbox {self._id}: {self._lost[0]}", kind=self._lost[1])
-
-    def _kill(self) -> None:
+    async def _end_by_force(self) -> None:
         record = read_record(self._record)
         if record is not None:
             kill(record.process)
 
-    def _fail(self, message: str, *, kind: str) -> NoReturn:
-        """Nothing more can be trusted: kill all, and say why, now and from now on."""
-        if self._lost is None:
-            self._lost = (message, kind)
-            self._kill()
-        self._check()
-        raise AssertionError("unreachable")
-
-
-def _refused(why: str) -> ExecResult:
-    """The answer to a command that can't be handed to bash at all."""
-    return ExecResult(exit_code=126, output=f"bash: {why}\n", truncated=False, timed_out=False, duration_s=0.0)
-
-
-def _check_path(path: str) -> None:
-    if not path.startswith("/") or "\0" in path:
-        raise ValueError(f"{path!r} is not an absolute path")
-
-
-async def _uncancelled(work: Coroutine[Any, Any, T]) -> T:
-    """Await ``work`` to its end even when this task is cancelled meanwhile; the cancellation is raised after it."""
-    task = asyncio.get_running_loop().create_task(work)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError as error:
-            if not task.done():
-                cancelled = error
-        except Exception:
-            break
-    if cancelled is not None:
-        raise cancelled
-    return task.result()
+    def _last_words(self, frame: bytes) -> tuple[str, str] | None:
+        if frame[:2] != b"X{":  # the launcher's
+            return None
+        facts = json.loads(frame[1:])
+        kind = "deadline" if facts["overdue"] else "oom" if facts["oom_kills"] else "lost"
+        return f"it ended: {facts}", kind

@@ -8,6 +8,9 @@ poll and kill without one helper process. It must withstand the commands it runs
 * its only channel to the host is a SOCK_SEQPACKET socket that no command inherits or can reopen, so a command can
   neither read nor forge a frame; each command writes to a pipe of its own.
 
+Where the channel can only be a stream (a container's standard input and output, :data:`STREAM`), each frame follows its
+length (4 bytes), commands get other descriptors for 0, 1 and 2, and the server ends by itself at its deadline.
+
 Frames are whole packets, at most ``MAX_FRAME`` bytes, the first byte is the kind. Host to server:
 ``X`` run, ``K`` stop the running command, ``W`` write files, ``A`` append to files, ``G`` get a file.
 Server to host: ``R`` ready, ``O`` output, ``E`` end of a command, ``w`` written, ``d`` data of a file, ``g`` end of it.
@@ -32,9 +35,12 @@ SYSCALLS: Mapping[str, tuple[int, int, int, int]] = {
     "aarch64": (167, 165, 113, 261),
 }
 
-# argv: prctl getrusage clock_gettime prlimit64 then pairs "resource limit"
+# The first argument of the server: what its channel is. PACKETS: a SOCK_SEQPACKET socket at descriptor 0.
+PACKETS, STREAM = 0, 1
+
+# argv: channel, seconds to live (0: no limit), prctl getrusage clock_gettime prlimit64, then pairs "resource limit"
 SERVER = r"""
-my ($PRCTL, $GETRUSAGE, $CLOCK, $PRLIMIT, @limits) = map { $_ + 0 } @ARGV;
+my ($STREAM, $LIFE, $PRCTL, $GETRUSAGE, $CLOCK, $PRLIMIT, @limits) = map { $_ + 0 } @ARGV;
 my ($PIDFD_OPEN, $CLOSE_RANGE, $CAPACITY) = (434, 436, 61440);
 syscall($CLOSE_RANGE, 3, 0x7fffffff, 0);    # nothing of the host's is handed on, whatever leaked in
 syscall($PRCTL, 4, 0, 0, 0, 0) == 0 or die "farm: prctl: $!\n";
@@ -46,9 +52,40 @@ while (@limits) {
 $SIG{PIPE} = 'IGNORE';
 umask(022);
 
-open(my $host, '+<&=', 0) or die "farm: socket: $!\n";
+open(my $host, $STREAM ? '<&=' : '+<&=', 0) or die "farm: channel: $!\n";
+my $back;
+if ($STREAM) { open($back, '>&', 1) or die "farm: channel: $!\n" }
+else { $back = $host }
+if ($LIFE) { $SIG{ALRM} = sub { exit(0) }; alarm($LIFE) }
 
-sub answer { defined syswrite($host, $_[0]) or exit(1) }
+sub answer {
+    my $frame = $STREAM ? pack('N', length($_[0])) . $_[0] : $_[0];
+    my $at = 0;
+    while ($at < length($frame)) {
+        my $n = syswrite($back, $frame, length($frame) - $at, $at);
+        if (defined $n) { $at += $n }
+        elsif ($! != 4) { exit(1) }    # EINTR
+    }
+}
+
+sub piece {
+    my ($size) = @_;
+    my $data = '';
+    while (length($data) < $size) {
+        my $n = sysread($host, $data, $size - length($data), length($data));
+        return undef if defined $n ? !$n : $! != 4;
+    }
+    return $data;
+}
+
+sub hear {    # the next frame; undef when the host is gone
+    if ($STREAM) {
+        my $size = piece(4);
+        return defined $size ? piece(unpack('N', $size)) : undef;
+    }
+    my $n = sysread($host, my $frame, 262144);
+    return $n ? $frame : undef;
+}
 
 sub now {
     my $time = pack('q2', 0, 0);
@@ -137,8 +174,7 @@ sub run {
         vec($ready, $pipe, 1) = 1 if $open;
         next if select($ready, undef, undef, $left) <= 0;
         if (vec($ready, 0, 1)) {
-            my $n = sysread($host, my $word, 262144);
-            exit(0) if !$n;
+            defined hear() or exit(0);
             $late = 1;
             last;
         }
@@ -199,7 +235,7 @@ sub get {
 open(STDOUT, '>', '/dev/null');
 open(STDERR, '>', '/dev/null');
 answer('R' . pack('Q>', cpu_us()));
-while (sysread($host, my $frame, 262144)) {
+while (defined(my $frame = hear())) {
     my $kind = substr($frame, 0, 1, '');
     if ($kind eq 'X') { run(unpack('N2 (N/a)*', $frame)) }
     elsif ($kind eq 'W') { put('>', unpack('(N/a)*', $frame)) }
@@ -221,12 +257,24 @@ class End:
 
 
 def server_argv(machine: str, limits: Sequence[tuple[int, int]]) -> list[str]:
-    """Command line of the server; ``limits`` are (resource, value) pairs for ``prlimit``.
+    """Command line of the server on packets; ``limits`` are (resource, value) pairs for ``prlimit``.
 
     Raises ``KeyError`` for a machine type that is not in ``SYSCALLS``.
     """
-    numbers = [*SYSCALLS[machine], *(n for pair in limits for n in pair)]
-    return ["/usr/bin/perl", SCRIPT, *map(str, numbers)]
+    return _argv(machine, limits, channel=PACKETS, life_s=0, script=(SCRIPT,))
+
+
+def stream_argv(machine: str, limits: Sequence[tuple[int, int]], *, life_s: int) -> list[str]:
+    """Command line of the server on standard input and output, for a root that has perl but not the script. It ends,
+    and with it its pid namespace, after ``life_s`` seconds. Raises ``KeyError`` like :func:`server_argv`."""
+    return _argv(machine, limits, channel=STREAM, life_s=max(1, life_s), script=("-e", SERVER, "--"))
+
+
+def _argv(
+    machine: str, limits: Sequence[tuple[int, int]], *, channel: int, life_s: int, script: Sequence[str]
+) -> list[str]:
+    numbers = [channel, life_s, *SYSCALLS[machine], *(n for pair in limits for n in pair)]
+    return ["/usr/bin/perl", *script, *map(str, numbers)]
 
 
 def run_frame(command: bytes, *, timeout_s: float, output_bytes: int, cwd: str, env: Mapping[str, str]) -> bytes:

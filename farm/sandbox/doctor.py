@@ -45,7 +45,8 @@ END
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One line of the doctor. ``status``: ok | degraded (works, with less isolation) | missing (does not work)."""
+    """One line of the doctor. ``status``: ok | degraded (works, with less isolation) | missing (does not work) | absent
+    (a back end that nothing needs unless it is chosen)."""
 
     name: str
     status: str
@@ -68,6 +69,8 @@ def checks() -> list[Check]:
         *(_program(name) for name in ("bash", "perl", "git")),
         _python(),
         _self_test(),
+        _docker(),
+        _e2b(),
     ]
 
 
@@ -169,6 +172,38 @@ def _program(name: str) -> Check:
 
 def _python() -> Check:
     return Check(name="python", status="ok", detail=f"{platform.python_version()} from {sys.base_prefix}")
+
+
+def _docker() -> Check:
+    from farm.sandbox.docker_daemon import Daemon
+
+    try:
+        daemon = Daemon()
+        info = daemon.check()
+        daemon.close()
+    except UsageError as error:
+        detail, _, advice = str(error).removeprefix("sandbox 'docker': ").rpartition("; ")
+        return Check(name="docker", status="absent", detail=detail, advice=advice)
+    runtimes = ", ".join(sorted(info.get("Runtimes") or {}))
+    detail = f"{info.get('ServerVersion')} at {daemon.host}, {info.get('Driver')}, runtimes {runtimes}"
+    lacking = [name for name in ("MemoryLimit", "PidsLimit", "CpuCfsQuota") if not info.get(name)]
+    if lacking:
+        advice = "give the daemon's cgroups these controllers"
+        detail += f"; can't limit: {', '.join(lacking)}"
+        return Check(name="docker", status="degraded", detail=detail, advice=advice)
+    return Check(name="docker", status="ok", detail=detail)
+
+
+def _e2b() -> Check:
+    from importlib.util import find_spec
+
+    if find_spec("e2b") is None:
+        return Check(
+            name="e2b", status="absent", detail="the SDK is not installed", advice="pip install 'rollout-farm[e2b]'"
+        )
+    if not os.environ.get("E2B_API_KEY"):
+        return Check(name="e2b", status="absent", detail="no key", advice="set E2B_API_KEY to a key of the account")
+    return Check(name="e2b", status="ok", detail="the SDK and a key are here; the service is asked when a run starts")
 
 
 def _self_test() -> Check:

@@ -26,9 +26,9 @@ from farm.sandbox.command_server import SCRIPT, SERVER
 IMAGES = ("host", "host-pytest")
 HOME = "/home/agent"
 UID = 1000
-_PYTEST = "/opt/pytest"
+PYTEST = "/opt/pytest"
 
-_ENVIRONMENT: Mapping[str, str] = {
+ENVIRONMENT: Mapping[str, str] = {
     "PATH": "/opt/bin:/usr/local/bin:/usr/bin:/bin",
     "HOME": HOME,
     "USER": "agent",
@@ -50,7 +50,7 @@ _ETC: Mapping[str, str] = {
         "[gc]\n\tauto = 0\n[advice]\n\tdetachedHead = false\n"
     ),
 }
-_SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
+SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _DEVICES = ("null", "zero", "full", "urandom")
 
 
@@ -84,9 +84,7 @@ def make_stage(state: Path, *, bwrap: Path, seccomp: bytes, drop: bool) -> Stage
             source.mkdir(exist_ok=True)
             mounts = (str(python), str(source))
         binds.append(Bind(source=str(source), target=str(python)))
-    empty = str(_staged(state, "empty", {}))  # what happens to be installed on a host is not part of an image
-    installed = [path for path in site.getsitepackages([str(python)]) if Path(path).is_dir()]
-    binds += [Bind(source=empty, target=path) for path in installed]
+    binds += hidden_packages(state)
     filters = _staged(state, "seccomp", {"filter": seccomp})
     return Stage(
         seccomp=str(filters / "filter"),
@@ -96,10 +94,17 @@ def make_stage(state: Path, *, bwrap: Path, seccomp: bytes, drop: bool) -> Stage
     )
 
 
+def hidden_packages(state: Path) -> list[Bind]:
+    """An empty directory over each with installed packages: what a host happens to have is not part of an image."""
+    empty = str(_staged(state, "empty", {}))
+    installed = [path for path in site.getsitepackages([sys.base_prefix]) if Path(path).is_dir()]
+    return [Bind(source=empty, target=path) for path in installed]
+
+
 def stage_pytest(state: Path) -> Bind | None:
     """pytest and what it requires; None where it isn't installed. Takes a second the first time. Raises ``OSError``."""
     packages = _closure("pytest")
-    return Bind(source=str(_stage_packages(state, packages)), target=_PYTEST) if packages else None
+    return Bind(source=str(_stage_packages(state, packages)), target=PYTEST) if packages else None
 
 
 def bwrap_argv(
@@ -109,8 +114,8 @@ def bwrap_argv(
     arguments = [*stage.program, "--size", str(disk_bytes), "--tmpfs", "/", *stage.root]
     for bind in extra:
         arguments += ["--ro-bind", bind.source, bind.target]
-        if bind.target == _PYTEST:
-            arguments += ["--setenv", "PYTHONPATH", _PYTEST]
+        if bind.target == PYTEST:
+            arguments += ["--setenv", "PYTHONPATH", PYTEST]
     return [*arguments, "--dir", HOME, "--dir", workdir, "--chdir", "/", "--", *command]
 
 
@@ -118,14 +123,14 @@ def _identity() -> list[str]:
     arguments = ["--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
     arguments += ["--unshare-cgroup-try", "--disable-userns", "--uid", str(UID), "--gid", str(UID), "--cap-drop", "ALL"]
     arguments += ["--hostname", "sandbox", "--die-with-parent", "--as-pid-1", "--seccomp", "9"]
-    for name, value in _ENVIRONMENT.items():
+    for name, value in ENVIRONMENT.items():
         arguments += ["--setenv", name, value]
     return arguments
 
 
 def _root(binds: Sequence[Bind]) -> list[str]:
     arguments = ["--ro-bind", "/usr", "/usr"]
-    for name in _SYSTEM:
+    for name in SYSTEM:
         path = Path("/", name)
         if path.is_symlink():
             arguments += ["--symlink", str(path.readlink()), str(path)]
@@ -153,8 +158,12 @@ def _reachable(directory: Path) -> bool:
 
 
 def _stage_etc(state: Path) -> Path:
+    return _staged(state, "etc", {**etc_files(), Path(SCRIPT).name: SERVER.encode()})
+
+
+def etc_files() -> dict[str, bytes | str]:
+    """The image's ``/etc``: name -> content, or target of a symbolic link."""
     files: dict[str, bytes | str] = {name: text.encode() for name, text in _ETC.items()}
-    files[Path(SCRIPT).name] = SERVER.encode()
     cache = Path("/etc/ld.so.cache")
     if cache.exists():
         files["ld.so.cache"] = cache.read_bytes()
@@ -163,7 +172,7 @@ def _stage_etc(state: Path) -> Path:
         files |= {
             f"alternatives/{link.name}": str(link.readlink()) for link in alternatives.iterdir() if link.is_symlink()
         }
-    return _staged(state, "etc", files)
+    return files
 
 
 def _stage_bwrap(state: Path, bwrap: Path) -> Path:

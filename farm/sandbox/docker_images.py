@@ -1,0 +1,212 @@
+"""The images of one Docker daemon: there already, or pulled in turn, and kept within a budget of disk space.
+
+What the farm pulled stands in a ledger per daemon below the user's state directory, which all processes of this user
+share. So pulls of several workers are paced together, the longest unused image goes first when the budget is full, and
+what the farm did not pull is never removed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from farm.errors import SandboxStartError
+from farm.sandbox import pacing
+from farm.sandbox.docker_daemon import Daemon, DockerError
+from farm.sandbox.image_plan import HeldImage, evictions, full_name, registry_of
+from farm.sandbox.pacing import Pace
+from farm.sandbox.shared_state import locked, peek, try_lock
+
+_KEEP_S = 600.0  # an image just used is about to be used again
+_NOTE_S = 60.0  # for so long an image that was there is believed to be there
+_TURN_S = 0.5  # between looks whether another process has pulled it
+_REFUSED_S = 60.0  # nobody asks a registry again that said "too many requests"
+_TRIES = 3
+
+_log = logging.getLogger(__name__)
+
+
+class ImageStore:
+    """``pulls_per_minute``: per registry, of all processes of this user together. ``budget_bytes`` 0: no limit."""
+
+    def __init__(
+        self,
+        daemon: Daemon,
+        folder: Path,
+        *,
+        pulls_per_minute: float,
+        budget_bytes: int,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._daemon = daemon
+        self._folder = folder
+        self._per_s = pulls_per_minute / 60.0
+        self._budget = budget_bytes
+        self._now = now
+        self._noted: dict[str, float] = {}  # when this process last saw an image, and wrote its use down
+
+    async def ensure(self, image: str, *, deadline_at_s: float) -> None:
+        """``image`` is there when this returns. Raises ``SandboxStartError``: kind ``image`` (no such one),
+        ``rate_limited``, ``disk_full``, ``image_wait``, ``registry_auth``, ``daemon``."""
+        name = full_name(image)
+        if self._now() - self._noted.get(name, 0.0) <= _NOTE_S:
+            return
+        if not await self.has(name):
+            await self._pull_once(name, deadline_at_s)
+        self._noted[name] = self._now()
+        await asyncio.to_thread(self._touch, name)
+
+    def forget(self, image: str) -> None:
+        """It was there, and is not any more."""
+        self._noted.pop(full_name(image), None)
+
+    async def has(self, image: str) -> bool:
+        try:
+            await self._daemon.call(f"image {image}", lambda client: client.inspect_image(image))
+        except DockerError as error:
+            if error.status == 404:
+                return False
+            raise start_error(error) from error
+        return True
+
+    def held(self) -> list[HeldImage]:
+        """What the farm pulled, by the ledger."""
+        return _images(peek(self._ledger))
+
+    @property
+    def _ledger(self) -> Path:
+        return self._folder / "images.json"
+
+    async def _pull_once(self, name: str, deadline_at_s: float) -> None:
+        """One process pulls, the others wait for it."""
+        lock = self._folder / f"pull-{hashlib.sha256(name.encode()).hexdigest()[:16]}.lock"
+        while True:
+            with try_lock(lock) as mine:
+                if mine:
+                    if not await self.has(name):
+                        await self._pull(name, deadline_at_s)
+                    return
+            if self._now() + _TURN_S > deadline_at_s:
+                raise SandboxStartError(f"image {name}: another process is still pulling it", kind="image_wait")
+            await asyncio.sleep(_TURN_S)
+
+    async def _pull(self, name: str, deadline_at_s: float) -> None:
+        if self._budget:
+            await self._make_room(self._budget, room_bytes=_typical(self.held()))
+        for tries_left in reversed(range(_TRIES)):
+            await self._wait_for_turn(name, deadline_at_s)
+            _log.info("pulling %s", name)
+            try:
+                await self._daemon.pull(name, timeout_s=max(1.0, deadline_at_s - self._now()))
+                break
+            except DockerError as error:
+                kind = error.fault.kind
+                if kind == "rate_limited":
+                    await asyncio.to_thread(self._back_off, registry_of(name))
+                elif kind == "disk_full":
+                    await self._make_room(0)
+                if kind not in ("rate_limited", "disk_full") or not tries_left:
+                    raise start_error(error) from error
+        size = int((await self._inspect(name))["Size"])
+        await asyncio.to_thread(self._enter, name, size)
+        if self._budget:
+            await self._make_room(self._budget, spare=name)
+
+    async def _inspect(self, name: str) -> Mapping[str, Any]:
+        try:
+            found: Mapping[str, Any] = await self._daemon.call(
+                f"image {name}", lambda client: client.inspect_image(name)
+            )
+        except DockerError as error:
+            raise start_error(error) from error
+        return found
+
+    async def _wait_for_turn(self, name: str, deadline_at_s: float) -> None:
+        at_s = await asyncio.to_thread(self._reserve, registry_of(name))
+        if at_s > deadline_at_s:
+            raise SandboxStartError(
+                f"image {name}: its turn to be pulled comes {at_s - deadline_at_s:.0f} s after the deadline; "
+                "pull the images before the run with `farm images`",
+                kind="image_wait",
+            )
+        await asyncio.sleep(max(0.0, at_s - self._now()))
+
+    def _reserve(self, registry: str) -> float:
+        with locked(self._folder / "pulls.json") as paces:
+            pace = Pace(**paces.get(registry, {}))
+            pace, at_s = pacing.reserve(pace, now_s=self._now(), per_s=self._per_s)
+            paces[registry] = _plain(pace)
+        return at_s
+
+    def _back_off(self, registry: str) -> None:
+        with locked(self._folder / "pulls.json") as paces:
+            pace = Pace(**paces.get(registry, {}))
+            paces[registry] = _plain(pacing.back_off(pace, now_s=self._now(), wait_s=_REFUSED_S))
+
+    def _enter(self, name: str, size: int) -> None:
+        with locked(self._ledger) as ledger:
+            ledger[name] = {"bytes": size, "used_at_s": self._now()}
+
+    def _touch(self, name: str) -> None:
+        """So that eviction knows. Of images that are not the farm's nothing is noted."""
+        with locked(self._ledger) as ledger:
+            if name in ledger:
+                ledger[name]["used_at_s"] = self._now()
+
+    async def _make_room(self, budget_bytes: int, *, room_bytes: int = 0, spare: str = "") -> None:
+        """Remove what has to go. What the daemon refuses to remove stays, and is tried again next time."""
+        in_use = {*await self._in_use(), spare}
+        gone = evictions(
+            self.held(),
+            budget_bytes=budget_bytes,
+            room_bytes=room_bytes,
+            now_s=self._now(),
+            in_use=in_use,
+            keep_s=_KEEP_S,
+        )
+        for name in gone:
+            with contextlib.suppress(DockerError):
+                await self._remove(name)
+                await asyncio.to_thread(self._strike, name)
+                _log.info("removed %s to keep within the budget", name)
+
+    async def _remove(self, name: str) -> None:
+        try:
+            await self._daemon.call(f"remove {name}", lambda client: client.remove_image(name))
+        except DockerError as error:
+            if error.status != 404:
+                raise
+
+    def _strike(self, name: str) -> None:
+        with locked(self._ledger) as ledger:
+            ledger.pop(name, None)
+
+    async def _in_use(self) -> set[str]:
+        try:
+            containers = await self._daemon.call("containers", lambda client: client.containers(all=True))
+        except DockerError as error:
+            raise start_error(error) from error
+        return {full_name(str(container.get("Image", ""))) for container in containers}
+
+
+def start_error(error: DockerError) -> SandboxStartError:
+    return SandboxStartError(str(error), kind=error.fault.kind, retryable=error.fault.retryable)
+
+
+def _images(ledger: Mapping[str, Any]) -> list[HeldImage]:
+    return [HeldImage(name=name, bytes=row["bytes"], used_at_s=row["used_at_s"]) for name, row in ledger.items()]
+
+
+def _typical(images: list[HeldImage]) -> int:
+    """How much the next one may need: as much as the largest so far."""
+    return max((image.bytes for image in images), default=0)
+
+
+def _plain(pace: Pace) -> dict[str, float]:
+    return {"next_at_s": pace.next_at_s, "blocked_until_s": pace.blocked_until_s}
