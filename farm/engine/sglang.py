@@ -1,7 +1,7 @@
 """Client of SGLang's native HTTP API (0.5.23), used for real servers and for the embedded one alike.
 
 Every call is bounded and raises :class:`~farm.errors.EngineError` with one of these kinds: ``unreachable``,
-``timeout``, ``queue_full``, ``out_of_memory``, ``status_NNN``, ``malformed``, ``unverified_weights``.
+``timeout``, ``queue_full``, ``out_of_memory``, ``status_NNN``, ``malformed``, ``unverified_weights``, ``bad_ids``.
 
 A pause is a *retract* pause: running requests keep their tokens and go on after it, but their KV is computed anew. It
 is the one mode in which SGLang flushes its whole prefix cache on a weight update; with ``in_place`` it refuses to, and
@@ -52,6 +52,8 @@ class SGLangEngine:
 
     async def generate(self, request: GenerateRequest, *, timeout_s: float) -> Generation:
         """Sample. When cancelled or out of time, the request is aborted on the engine (best effort, not awaited)."""
+        if min(request.input_ids, default=0) < 0:
+            raise EngineError(f"{request.rid}: negative token ids, which kill an SGLang server", kind="bad_ids")
         sampling = request.sampling
         params: dict[str, Any] = {
             "temperature": sampling.temperature,
