@@ -1,10 +1,11 @@
 # reproduce: trains a policy by asynchronous RL and regenerates every reported figure.   test: all tests.
+# test-sglang: the engine's tests on a real SGLang, which it installs (CPU).   bench-sglang: embedded against real.
 # check: style, types, import contracts.   bench: speed of the parts.   datasets, base-policy: make the shipped micro suite and weights anew.
 SHELL := bash
 BIN := .venv/bin
 PROFILE ?= full
 
-.PHONY: reproduce test test-swebench check bench datasets base-policy ci setup
+.PHONY: reproduce test test-swebench test-sglang check bench bench-sglang datasets base-policy ci setup
 reproduce: .venv/ready
 	$(BIN)/harness reproduce --all --profile $(PROFILE)
 
@@ -14,6 +15,9 @@ test: .venv/ready
 test-swebench:  # with the real swebench package, in its own .venv-swebench
 	ci/swebench.sh
 
+test-sglang: .venv/ready
+	ci/sglang.sh test
+
 check: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -22,6 +26,9 @@ check: .venv/ready
 
 bench: .venv/ready
 	$(BIN)/harness bench
+
+bench-sglang: .venv/ready
+	ci/sglang.sh bench
 
 datasets: .venv/ready
 	$(BIN)/python -m farm.suites.micro
