@@ -27,7 +27,7 @@ case $action in
   install) install ;;
   test)
     install
-    SGLANG_PYTHON=$PWD/$venv/bin/python .venv/bin/python -m pytest -p no:xdist --durations 10 --timeout 400 \
+    SGLANG_PYTHON=$PWD/$venv/bin/python .venv/bin/python -m pytest -p no:xdist --durations 10 --timeout 700 \
       tests/contracts/test_engine.py tests/sglang "$@"
     ;;
   bench)
