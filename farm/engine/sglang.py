@@ -177,12 +177,14 @@ class SGLangEngine:
         data = None if body is None else json.dumps(body).encode()
         where = self._url + path
         try:
-            async with (
-                asyncio.timeout(timeout_s),
-                self._session().request(method, where, data=data, headers=_HEADERS) as response,
-            ):
-                raw = await response.read()
-                status = response.status
+            async with asyncio.timeout(timeout_s):
+                try:
+                    status, raw = await self._send(method, where, data)
+                except aiohttp.ClientOSError as error:
+                    if not isinstance(error.__cause__, aiohttp.ClientConnectionResetError):
+                        raise
+                    # The server was closing that idle connection, and nothing was sent on it: another one will do.
+                    status, raw = await self._send(method, where, data)
         except TimeoutError as error:
             raise EngineError(f"{where}: no answer within {timeout_s:g} s", kind="timeout") from error
         except (aiohttp.ClientError, OSError) as error:
@@ -191,6 +193,10 @@ class SGLangEngine:
             message = _message(raw)
             raise EngineError(f"{where}: {status}: {message}", kind=_kind(status, message))
         return raw
+
+    async def _send(self, method: str, where: str, data: bytes | None) -> tuple[int, bytes]:
+        async with self._session().request(method, where, data=data, headers=_HEADERS) as response:
+            return response.status, await response.read()
 
     def _abort_later(self, rid: str) -> None:
         task = asyncio.get_running_loop().create_task(self._abort_quietly(rid))
