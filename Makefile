@@ -1,10 +1,11 @@
 # reproduce: trains a policy by asynchronous RL and regenerates every reported figure.   test: all tests.
+# test-sglang: the engine's tests on a real SGLang, which it installs (CPU).   bench-sglang: embedded against real.
 # check: style, types, import contracts.   bench: speed of the parts.   datasets, base-policy: make the shipped micro suite and weights anew.
 SHELL := bash
 BIN := .venv/bin
 PROFILE ?= full
 
-.PHONY: reproduce test test-swebench test-sandboxes check bench datasets base-policy ci setup
+.PHONY: reproduce test test-swebench test-sandboxes test-sglang check bench bench-sglang datasets base-policy ci setup
 reproduce: .venv/ready
 	$(BIN)/harness reproduce --all --profile $(PROFILE)
 
@@ -18,6 +19,9 @@ test-swebench:  # with the real swebench package, in its own .venv-swebench
 test-sandboxes: .venv/ready
 	ci/sandboxes.sh
 
+test-sglang: .venv/ready
+	ci/sglang.sh test
+
 check: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -26,6 +30,9 @@ check: .venv/ready
 
 bench: .venv/ready
 	$(BIN)/harness bench
+
+bench-sglang: .venv/ready
+	ci/sglang.sh bench
 
 datasets: .venv/ready
 	$(BIN)/python -m farm.suites.micro

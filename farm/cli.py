@@ -14,6 +14,7 @@ import click
 
 if TYPE_CHECKING:
     from farm.config import FarmConfig
+    from farm.engine_orders import Orders
     from farm.run_folder import RunFolder
     from farm.service import Farm
 
@@ -25,6 +26,7 @@ _TOP_S = 1.0
 _SECOND_SIGNAL_S = 0.5  # two signals at once would be one
 _DOWN_WAIT_S = 600.0
 _SPECS = "micro:SPLIT, pypi, made:FOLDER, swebench:ROWS, subset:FILE"
+_LOOK_S = 0.2
 
 
 def one_line_errors(command: Callable[P, R]) -> Callable[P, R]:
@@ -75,6 +77,18 @@ def main() -> None:
     """Tasks in, trajectories out: an elastic farm of agent episodes in sandboxes."""
 
 
+def _engine_options(command: Callable[P, R]) -> Callable[P, R]:
+    """``--engines`` and ``--launch-engines``, for whatever starts a farm."""
+    command = click.option(
+        "--launch-engines", type=click.IntRange(min=1), metavar="N",
+        help="Start N SGLang servers here, one GPU each (engine.command, engine.gpus_per_engine).",
+    )(command)  # fmt: skip
+    return click.option(
+        "--engines", multiple=True, metavar="URL",
+        help="Use the SGLang server at URL; repeatable. Default: one embedded CPU engine.",
+    )(command)  # fmt: skip
+
+
 @main.command()
 @click.option("--workers", metavar="N|MIN:MAX", help="Workers to keep, or the range to scale in. Default: 2.")
 @click.option("--run", "run_path", type=click.Path(path_type=Path), default=Path("run"), show_default=True,
@@ -82,6 +96,7 @@ def main() -> None:
 @click.option("--config", "config_path", type=click.Path(path_type=Path), help="TOML file.")
 @click.option("--tasks", metavar="SPEC", help=f"{_SPECS}. Default: micro:rl.")
 @click.option("--policy", type=click.Path(path_type=Path), help="Published as step 0. Default: the shipped one.")
+@_engine_options
 @click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one value; repeatable.")
 @one_line_errors
 def up(
@@ -90,6 +105,8 @@ def up(
     config_path: Path | None,
     tasks: str | None,
     policy: Path | None,
+    engines: tuple[str, ...],
+    launch_engines: int | None,
     sets: tuple[str, ...],
 ) -> None:
     """Keep a farm up: engines, workers and sandboxes that turn tasks into trajectories until Ctrl-C (which drains).
@@ -97,6 +114,7 @@ def up(
     Start a trainer on the same run folder to learn from them."""
     overrides: dict[str, dict[str, Any]] = {
         "cluster": {"workers": workers},
+        "engine": _engines(engines, launch_engines),
         "policy": {"base": _absolute(policy)},
         "rollout": {"tasks": tasks},
     }
@@ -113,6 +131,7 @@ def up(
 @click.option("--limit", type=click.IntRange(min=1), help="Only the first N tasks.")
 @click.option("--run", "run_path", type=click.Path(path_type=Path), help="Run folder. Default: a new one under runs/.")
 @click.option("--config", "config_path", type=click.Path(path_type=Path), help="TOML file.")
+@_engine_options
 @click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one value; repeatable.")
 @one_line_errors
 def rollout(
@@ -124,11 +143,14 @@ def rollout(
     limit: int | None,
     run_path: Path | None,
     config_path: Path | None,
+    engines: tuple[str, ...],
+    launch_engines: int | None,
     sets: tuple[str, ...],
 ) -> None:
     """Run every task a fixed number of times and print what came out."""
     overrides: dict[str, dict[str, Any]] = {
         "cluster": {"workers": workers},
+        "engine": _engines(engines, launch_engines),
         "agent": {"name": agent},
         "policy": {"base": _absolute(policy)},
         "rollout": {
@@ -179,6 +201,111 @@ def top(run_path: Path) -> None:
                 live.update(table(record))
     except KeyboardInterrupt:
         return
+
+
+@main.group()
+def engines() -> None:
+    """Look at the engines of a running farm, take one out of service, replace one, add one.
+
+    NAME is an engine's name or URL, as `farm engines list` shows it."""
+
+
+_RUN = click.argument("run_path", metavar="RUN", type=click.Path(path_type=Path))
+_NAME = click.argument("name")
+_WAIT = click.option(
+    "--wait", "wait_s", type=click.FloatRange(min=0), default=0.0, metavar="SECONDS",
+    help="Wait until it is done, at most so long; exit code 1 when it is not.",
+)  # fmt: skip
+
+
+@engines.command("list")
+@_RUN
+@one_line_errors
+def engines_list(run_path: Path) -> None:
+    """Say how each engine is."""
+    from rich.console import Console
+
+    from farm.view import engine_table
+
+    _, record = _status(run_path)
+    Console().print(engine_table(record))
+
+
+@engines.command("drain")
+@_RUN
+@_NAME
+@_WAIT
+@one_line_errors
+def engines_drain(run_path: Path, name: str, wait_s: float) -> None:
+    """Give an engine no new episodes. Those that run on it end there."""
+    run, name = _engine(run_path, name)
+    _order(run, lambda orders: orders.drain(name))
+    _await(run, name, lambda engine: engine is None or (engine["draining"] and not engine["reserved_tokens"]), wait_s)
+
+
+@engines.command("restore")
+@_RUN
+@_NAME
+@one_line_errors
+def engines_restore(run_path: Path, name: str) -> None:
+    """Use a drained engine again."""
+    run, name = _engine(run_path, name)
+    _order(run, lambda orders: orders.restore(name))
+
+
+@engines.command("remove")
+@_RUN
+@_NAME
+@_WAIT
+@one_line_errors
+def engines_remove(run_path: Path, name: str, wait_s: float) -> None:
+    """Drain an engine, then let it go. One that the farm started is ended."""
+    run, name = _engine(run_path, name)
+    _order(run, lambda orders: orders.remove(name))
+    _await(run, name, lambda engine: engine is None, wait_s)
+
+
+@engines.command("replace")
+@_RUN
+@_NAME
+@_WAIT
+@one_line_errors
+def engines_replace(run_path: Path, name: str, wait_s: float) -> None:
+    """Drain an engine that the farm started, end it, and start another one in its place."""
+    from farm.errors import UsageError
+
+    run, name = _engine(run_path, name)
+    before = _engine_record(run, name)
+    if before is None or before["process"] is None:
+        raise UsageError(
+            f"engine {name}: was not started by this farm; start its successor yourself, then `farm engines add` it "
+            "and `farm engines remove` this one"
+        )
+    _order(run, lambda orders: orders.renew(name))
+    pid = before["process"]["pid"]
+    _await(
+        run,
+        name,
+        lambda engine: engine is not None and engine["state"] == "up" and (engine["process"] or {}).get("pid") != pid,
+        wait_s,
+    )
+
+
+@engines.command("add")
+@_RUN
+@click.argument("url")
+@click.option("--pool", default="default", show_default=True, help="The pool that it is shown in.")
+@_WAIT
+@one_line_errors
+def engines_add(run_path: Path, url: str, pool: str, wait_s: float) -> None:
+    """Take in the SGLang server at URL. It is loaded with the newest policy and verified before it gets an episode."""
+    from farm.preflight import check_engine
+
+    run, _ = _status(run_path)
+    url = url.rstrip("/")
+    check_engine(url, where="farm engines add")
+    _order(run, lambda orders: orders.add(url, pool))
+    _await(run, url, lambda engine: engine is not None and engine["state"] == "up", wait_s)
 
 
 @main.command()
@@ -373,6 +500,57 @@ def _status(run_path: Path) -> tuple[RunFolder, dict[str, Any]]:
     if record["state"] in {"starting", "running", "draining", "stopping"} and farm_process(record) is None:
         record["state"] = "dead"
     return run, record
+
+
+def _engines(urls: tuple[str, ...], launch: int | None) -> dict[str, Any]:
+    """What the options say of the engines."""
+    from farm.errors import UsageError
+
+    if urls and launch is not None:
+        raise UsageError("--engines and --launch-engines: give one of them; for both kinds, name pools in --config")
+    if urls:
+        return {"kind": "sglang", "urls": [url.rstrip("/") for url in urls], "count": 1}
+    return {} if launch is None else {"kind": "launch", "count": launch, "urls": []}
+
+
+def _engine(run_path: Path, name: str) -> tuple[RunFolder, str]:
+    """The run and the engine's name. Raises ``UsageError`` when there is no such engine."""
+    from farm.errors import UsageError
+
+    run, record = _status(run_path)
+    for engine in record["engines"]:
+        if name.rstrip("/") in (engine["name"], engine["url"]):
+            return run, str(engine["name"])
+    there = ", ".join(engine["name"] for engine in record["engines"]) or "none"
+    raise UsageError(f"engine {name!r}: not one of this farm's; there are: {there}")
+
+
+def _engine_record(run: RunFolder, name: str) -> dict[str, Any] | None:
+    _, record = _status(run.path)
+    return next((dict(engine) for engine in record["engines"] if engine["name"] == name), None)
+
+
+def _order(run: RunFolder, change: Callable[[Orders], Orders]) -> None:
+    from farm.engine_orders import change_orders
+    from farm.farm_state import farm_process, read_status
+
+    change_orders(run, change)
+    record = read_status(run)
+    if record is None or farm_process(record) is None:
+        click.echo("ordered; no farm is running here, the next one will do it")
+
+
+def _await(run: RunFolder, name: str, done: Callable[[dict[str, Any] | None], bool], wait_s: float) -> None:
+    import time
+
+    if not wait_s:
+        return
+    give_up_at = time.monotonic() + wait_s
+    while not done(_engine_record(run, name)):
+        if time.monotonic() > give_up_at:
+            click.echo(f"farm: engine {name}: not done within {wait_s:g} s; the order stands", err=True)
+            sys.exit(1)
+        time.sleep(_LOOK_S)
 
 
 def _absolute(path: Path | None) -> str | None:

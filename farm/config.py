@@ -13,7 +13,8 @@ import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from string import Formatter
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -126,27 +127,45 @@ class E2BConfig(_Section):
     memory_mb: int = Field(default=1024, ge=128)
 
 
-class EngineConfig(_Section):
-    """``kind`` "embedded" starts ``count`` CPU servers here; "sglang" uses the servers at ``urls``.
+# A real SGLang server on this machine's GPUs. How much KV it has it decides by the memory it finds; the pool asks it.
+SGLANG_COMMAND = (
+    "python", "-m", "sglang.launch_server", "--model-path", "{model}", "--weight-version", "{version}",
+    "--host", "{host}", "--port", "{port}", "--context-length", "{context_length}",
+    "--max-running-requests", "{max_running_requests}", "--enable-metrics", "--skip-server-warmup",
+)  # fmt: skip
+DEFAULT_POOL = "default"
 
-    ``max_total_tokens`` is the KV budget of one engine, in tokens. ``overcommit``: admission lets episodes reserve this
-    many times that budget, since few use their whole context cap at once."""
 
-    kind: Literal["embedded", "sglang"] = "embedded"
+class EnginePoolConfig(_Section):
+    """Engines that are had in one way. ``kind`` "embedded" starts ``count`` CPU servers here; "launch" starts ``count``
+    servers by ``command``, each on ``gpus_per_engine`` GPUs of its own (0: on the CPU); "sglang" uses the servers at
+    ``urls``, which somebody else runs.
+
+    ``max_total_tokens`` is the KV budget of one engine, in tokens, for those that are told it."""
+
+    kind: Literal["embedded", "launch", "sglang"] = "embedded"
     count: int = Field(default=1, ge=1, le=64)
     urls: tuple[str, ...] = ()
+    command: tuple[str, ...] = SGLANG_COMMAND
+    gpus_per_engine: int = Field(default=1, ge=0, le=64)
     max_total_tokens: int = Field(default=32_768, ge=64)
     context_length: int = Field(default=512, ge=32)
     max_running_requests: int = Field(default=64, ge=1)
-    overcommit: float = Field(default=1.0, gt=0, le=100)
-    start_timeout_s: float = Field(default=60.0, gt=0)
+    start_timeout_s: float | None = Field(default=None, gt=0, description="default: 60, for launched servers 900")
+
+    @property
+    def start_s(self) -> float:
+        """How long an engine may take to come up."""
+        if self.start_timeout_s is not None:
+            return self.start_timeout_s
+        return 900.0 if self.kind == "launch" else 60.0
 
     @model_validator(mode="after")
-    def _urls(self) -> EngineConfig:
+    def _urls(self) -> Self:
         if self.kind == "sglang" and not self.urls:
             raise ValueError('kind "sglang" needs urls, for example urls = ["http://127.0.0.1:30000"]')
-        if self.kind == "embedded" and self.urls:
-            raise ValueError('urls is only for kind "sglang"; embedded engines get their own ports')
+        if self.kind != "sglang" and self.urls:
+            raise ValueError(f'urls is only for kind "sglang"; {self.kind} engines get their own ports')
         for url in self.urls:
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"urls: {url!r} must start with http:// or https://")
@@ -156,6 +175,71 @@ class EngineConfig(_Section):
                 f"({self.context_length}), or no episode is ever admitted"
             )
         return self
+
+    @field_validator("command")
+    @classmethod
+    def _placeholders(cls, command: tuple[str, ...]) -> tuple[str, ...]:
+        allowed = ("model", "version", "host", "port", "context_length", "max_total_tokens", "max_running_requests")
+        try:
+            used = {name for part in command for _, name, _, _ in Formatter().parse(part) if name is not None}
+        except ValueError as error:
+            raise ValueError(f"command: {error}; write a brace that is meant as such twice") from None
+        if used - set(allowed) or "port" not in used:
+            raise ValueError(
+                f"command: holds the placeholders {sorted(used)}; allowed: {', '.join(allowed)}, and {{port}} must be "
+                "among them"
+            )
+        return command
+
+
+# What named pools have of [engine] where they don't say it themselves.
+_SHARED_BY_POOLS = (
+    "command", "gpus_per_engine", "max_total_tokens", "context_length", "max_running_requests", "start_timeout_s",
+)  # fmt: skip
+
+
+class EngineConfig(EnginePoolConfig):
+    """One pool, or several named ones in ``[engine.pools.NAME]``. Then ``kind``, ``count`` and ``urls`` are said there,
+    and what else stands here is their default.
+
+    ``overcommit``: admission lets episodes reserve this many times an engine's KV budget, since few use their whole
+    context cap at once. ``weights``: how new policies get into the engines; "disk": each loads the published folder;
+    "push": the trainer sends them over a process group, and an engine that has none within ``push_wait_s`` seconds
+    loads the folder. A circuit breaker takes an engine out, see :mod:`farm.circuit`."""
+
+    overcommit: float = Field(default=1.0, gt=0, le=100)
+    weights: Literal["disk", "push"] = "disk"
+    push_wait_s: float = Field(default=60.0, gt=0)
+    pools: dict[str, EnginePoolConfig] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_pools(cls, given: Any) -> Any:
+        pools = given.get("pools") if isinstance(given, Mapping) else None
+        if not isinstance(pools, Mapping):
+            return given
+        shared = {key: given[key] for key in _SHARED_BY_POOLS if key in given}
+        return {**given, "pools": {name: {**shared, **pool} for name, pool in pools.items() if _is_table(name, pool)}}
+
+    @model_validator(mode="after")
+    def _one_or_many(self) -> Self:
+        if self.pools and (self.kind, self.count, self.urls) != ("embedded", 1, ()):
+            raise ValueError(
+                "kind, count and urls (--engines, --launch-engines) are for a single pool, and there are named ones "
+                f"({', '.join(self.pools)}); say them in [engine.pools.NAME]"
+            )
+        return self
+
+    @property
+    def named_pools(self) -> Mapping[str, EnginePoolConfig]:
+        """By name; a single one is called "default"."""
+        return self.pools or {DEFAULT_POOL: self}
+
+
+def _is_table(name: object, pool: object) -> bool:
+    if not isinstance(pool, Mapping):
+        raise ValueError(f"pools.{name} must be a table, given {pool!r}; write [engine.pools.{name}] and keys below it")
+    return True
 
 
 class AgentConfig(_Section):
@@ -317,10 +401,11 @@ class FarmConfig(_Section):
 
     @model_validator(mode="after")
     def _context(self) -> FarmConfig:
-        if self.limits.max_context_tokens > self.engine.context_length:
+        longest = max(pool.context_length for pool in self.engine.named_pools.values())
+        if self.limits.max_context_tokens > longest:
             raise ValueError(
                 f"limits.max_context_tokens {self.limits.max_context_tokens} must not exceed engine.context_length "
-                f"{self.engine.context_length}"
+                f"{longest}"
             )
         return self
 

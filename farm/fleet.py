@@ -1,8 +1,11 @@
 """The engines of one farm: processes that are kept alive, behind a pool that keeps them on the newest policy.
 
-An embedded engine that dies is taken out of the pool at once, so that nothing is sent to it, and started again on the
-newest policy with a growing delay; the pool verifies it before it gets traffic (Rule 5). SGLang servers at given URLs
-are only pooled: whoever runs them restarts them.
+An engine of the farm's own that dies is taken out of the pool at once, so that nothing is sent to it, and started again
+on the newest policy with a growing delay; the pool verifies it before it gets traffic (Rule 5). One that won't start is
+given up, unless it is the last. SGLang servers at given URLs are only pooled: whoever runs them restarts them.
+
+What people order of single engines while the farm runs (drain, add, remove, replace) comes through
+:mod:`farm.engine_orders`.
 """
 
 from __future__ import annotations
@@ -10,17 +13,26 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from farm.admission import Ask
-from farm.config import EngineConfig
+from farm.config import DEFAULT_POOL, EngineConfig, EnginePoolConfig
 from farm.elastic import EngineView
 from farm.engine import make_engine
-from farm.engine.launch import EngineOptions, EngineProcess, launch_engine
-from farm.errors import EngineError, FarmError
+from farm.engine.launch import (
+    CommandOptions,
+    EngineOptions,
+    EngineProcess,
+    free_port,
+    launch_engine,
+    share_out_gpus,
+    visible_gpus,
+)
+from farm.engine_orders import Member, Orders, Step, next_steps
+from farm.errors import EngineError, FarmError, UsageError
 from farm.farm_state import ProcessId
 from farm.pool import EnginePool, PoolEvent
 from farm.protocols import EngineLoad
@@ -32,19 +44,31 @@ _RESTART_DELAY_S = 0.5
 _RESTART_DELAY_MAX_S = 30.0
 _MAX_RESTARTS = 10  # in a row without having served
 _PROVEN_S = 30.0  # an engine that lived this long starts the count anew
+_ORDERS_S = 0.5
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Slot:
-    """The place of one embedded engine, over all its restarts."""
+    """The place of one engine of ours, over all its processes. ``process`` is None while there is none (it is being
+    started, or was given up); ``replaced`` is the last order to replace it that was carried out."""
 
     name: str
-    process: EngineProcess
-    started_at_s: float
+    pool: str
+    config: EnginePoolConfig
+    gpus: tuple[str, ...] | None
+    process: EngineProcess | None = None
+    started_at_s: float = 0.0
     restarts: int = 0
     failures: int = 0
+    replaced: int = 0
+    retired: bool = False
+    error: str = ""
+
+    @property
+    def url(self) -> str | None:
+        return None if self.process is None else self.process.url
 
 
 class Retractions:
@@ -77,12 +101,20 @@ class Retractions:
 class Fleet:
     """Implements ``farm.service.Engines``. Use :func:`start_fleet`."""
 
-    def __init__(self, config: EngineConfig, *, logs: Path) -> None:
+    def __init__(self, config: EngineConfig, *, logs: Path, orders: Callable[[], Orders] = Orders) -> None:
         self._config = config
-        self._pool = EnginePool(overcommit=config.overcommit, on_event=self._on_event, on_load=self._on_load)
+        self._pool = EnginePool(
+            overcommit=config.overcommit,
+            push_wait_s=config.push_wait_s if config.weights == "push" else 0.0,
+            on_event=self._on_event,
+            on_load=self._on_load,
+        )
         self._retractions = Retractions()
         self._logs = logs
-        self._slots: list[_Slot] = []
+        self._orders = orders
+        self._orders_error = ""
+        self._slots: dict[str, _Slot] = {}
+        self._others: dict[str, str] = {}  # URL of an engine that somebody else runs -> its pool
         self._written: dict[str, EngineLoad] = {}
 
     # -- the driver's side ----------------------------------------------------------------------------
@@ -90,6 +122,9 @@ class Fleet:
     def place(self, key: tuple[str, int], *, group_id: str, tokens: int) -> Placement | None:
         grant = self._pool.place(Ask(key=_name(key), group=group_id, tokens=tokens))
         return None if grant is None else Placement(url=grant.url, step=grant.step)
+
+    def witness(self, key: tuple[str, int], *, failed: str | None) -> None:
+        self._pool.witness(_name(key), failed=failed)
 
     def release(self, key: tuple[str, int]) -> None:
         self._pool.release(_name(key))
@@ -114,14 +149,18 @@ class Fleet:
         )
 
     def status(self) -> list[dict[str, Any]]:
-        processes = {slot.process.url: slot for slot in self._slots}
+        slots = {slot.url: slot for slot in self._slots.values()}
         found = []
         for state in self._pool.states():
-            slot = processes.get(state.url)
-            process = None if slot is None else ProcessId.of(slot.process.process.pid)
+            slot = slots.get(state.url)
+            process = None if slot is None or slot.process is None else ProcessId.of(slot.process.process.pid)
             record: dict[str, Any] = {
+                "name": state.url if slot is None else slot.name,
+                "pool": self._others.get(state.url, DEFAULT_POOL) if slot is None else slot.pool,
                 "url": state.url,
                 "state": state.health.value,
+                "draining": state.draining,
+                "circuit": state.circuit.state.value,
                 "version": None if state.info is None else state.info.version,
                 "step": state.step,
                 "error": state.error,
@@ -139,10 +178,25 @@ class Fleet:
                     "generated_tokens": load.generated_tokens_total,
                 }
             found.append(record)
+        known = {record["url"] for record in found}
+        found += [
+            {
+                "name": slot.name,
+                "pool": slot.pool,
+                "url": slot.url or "-",
+                "state": "failed" if slot.error else "starting",
+                "error": slot.error,
+                "process": None,
+                "restarts": slot.restarts,
+            }
+            for slot in self._slots.values()
+            if slot.url not in known and not slot.retired
+        ]
         return found
 
     async def supervise(self) -> None:
-        await until_first_ends(self._pool.supervise(), *(self._keep_alive(slot) for slot in self._slots))
+        keepers = [self._keep_alive(slot) for slot in self._slots.values()]
+        await until_first_ends(self._pool.supervise(), self._follow_orders(), *keepers)
 
     def _on_event(self, event: PoolEvent) -> None:
         if event.kind == "live":
@@ -157,82 +211,196 @@ class Fleet:
         with (self._logs / "engine_metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps({"at_s": round(at_s, 3), "url": url, **asdict(load)}) + "\n")
 
+    # -- orders ---------------------------------------------------------------------------------------
+
+    async def _follow_orders(self) -> None:
+        while True:
+            try:
+                orders = await asyncio.to_thread(self._orders)
+            except UsageError as error:  # somebody edited it: what runs goes on
+                if str(error) != self._orders_error:
+                    _log.warning("%s", error)
+                self._orders_error = str(error)
+            else:
+                self._orders_error = ""
+                for step in next_steps(orders, self._members()):
+                    await self._take(step, orders)
+            await asyncio.sleep(_ORDERS_S)
+
+    def _members(self) -> list[Member]:
+        draining = {state.url: state.draining for state in self._pool.states()}
+        members = []
+        for name, url in [(slot.name, slot.url) for slot in self._slots.values()] + [(u, u) for u in self._others]:
+            slot = self._slots.get(name)
+            if url is None or url not in draining:
+                continue  # between two processes: nothing can be done with it now
+            members.append(
+                Member(
+                    name=name,
+                    draining=draining[url],
+                    reserved_tokens=self._pool.reserved_tokens(url),
+                    own=slot is not None,
+                    replaced=0 if slot is None else slot.replaced,
+                )
+            )
+        return members
+
+    async def _take(self, step: Step, orders: Orders) -> None:
+        slot = self._slots.get(step.name)
+        url = step.name if slot is None else slot.url
+        assert url is not None
+        _log.info("engine %s: %s, as ordered", step.name, step.do)
+        match step.do:
+            case "add":
+                self._others[url] = orders.added[url]
+                self._pool.add(make_engine(url))
+            case "drain":
+                self._pool.drain(url)
+            case "undrain":
+                self._pool.undrain(url)
+            case "remove":
+                await self._pool.remove(url)
+                self._others.pop(url, None)
+                if slot is not None:
+                    slot.retired = True
+                    await self._stop(slot)
+                    del self._slots[slot.name]  # not before: whoever closes the fleet must find it
+            case "replace":
+                assert slot is not None
+                slot.replaced = orders.replaced[slot.name]
+                await self._stop(slot)  # its keeper takes it out of the pool and starts another one
+
     # -- processes ------------------------------------------------------------------------------------
 
     async def start(self, version: PolicyVersion) -> None:
         """Start what is ours and pool everything; verified later, by :meth:`supervise`."""
         self._pool.want(version)
-        if self._config.kind == "sglang":
-            for url in self._config.urls:
-                self._pool.add(make_engine(url))
-            return
-        names = [f"engine-{number}" for number in range(self._config.count)]
-        started = await asyncio.gather(*(self._launch(name) for name in names), return_exceptions=True)
-        for name, process in zip(names, started, strict=True):
+        pools = self._config.named_pools
+        places = [
+            (_slot_name(name, number), name, pool)
+            for name, pool in pools.items()
+            if pool.kind != "sglang"
+            for number in range(pool.count)
+        ]
+        gpus = share_out_gpus(visible_gpus(), [_gpus(pool) for _, _, pool in places])
+        replaced = self._orders().replaced  # orders of before: this start has carried them out
+        slots = [
+            _Slot(name=name, pool=pool_name, config=pool, gpus=share, replaced=replaced.get(name, 0))
+            for (name, pool_name, pool), share in zip(places, gpus, strict=True)
+        ]
+        started = await asyncio.gather(*(self._launch(slot) for slot in slots), return_exceptions=True)
+        for slot, process in zip(slots, started, strict=True):
             if isinstance(process, EngineProcess):
-                self._slots.append(_Slot(name=name, process=process, started_at_s=_clock()))
-                self._pool.add(make_engine(process.url))
+                self._slots[slot.name] = slot
+                self._began(slot, process)
         for process in started:
             if isinstance(process, BaseException):
                 raise process
+        for name, pool in pools.items():
+            for url in pool.urls:
+                self._others[url] = name
+                self._pool.add(make_engine(url))
 
     async def close(self) -> None:
         await self._pool.close()
-        await asyncio.gather(*(slot.process.stop() for slot in self._slots))
+        await asyncio.gather(*(self._stop(slot) for slot in self._slots.values()))
 
-    async def _launch(self, name: str) -> EngineProcess:
+    async def _stop(self, slot: _Slot) -> None:
+        if slot.process is not None:
+            await slot.process.stop()
+
+    def _began(self, slot: _Slot, process: EngineProcess) -> None:
+        slot.process = process
+        slot.started_at_s = _clock()
+        self._pool.add(make_engine(process.url))
+
+    async def _launch(self, slot: _Slot) -> EngineProcess:
         version = self._pool.wanted
         assert version is not None
-        options = EngineOptions(
-            model=version.path,
-            version=version.name,
-            max_total_tokens=self._config.max_total_tokens,
-            context_length=self._config.context_length,
-            max_running_requests=self._config.max_running_requests,
-        )
-        return await launch_engine(options, run_folder=self._logs, name=name, timeout_s=self._config.start_timeout_s)
+        config = slot.config
+        options: EngineOptions | CommandOptions
+        if config.kind == "embedded":
+            options = EngineOptions(
+                model=version.path,
+                version=version.name,
+                max_total_tokens=config.max_total_tokens,
+                context_length=config.context_length,
+                max_running_requests=config.max_running_requests,
+            )
+        else:
+            options = CommandOptions(
+                command=config.command,
+                model=version.path,
+                version=version.name,
+                port=free_port(),
+                max_total_tokens=config.max_total_tokens,
+                context_length=config.context_length,
+                max_running_requests=config.max_running_requests,
+                gpus=slot.gpus,
+            )
+        return await launch_engine(options, run_folder=self._logs, name=slot.name, timeout_s=config.start_s)
 
     async def _keep_alive(self, slot: _Slot) -> None:
-        while True:
+        while not slot.retired:
             await asyncio.sleep(_WATCH_S)
-            if slot.process.alive:
+            process = slot.process
+            if slot.retired or process is None or process.alive:
                 continue
-            code = slot.process.process.returncode
-            _log.warning("engine %s (%s) ended with %s; starting it again", slot.name, slot.process.url, code)
-            await self._pool.remove(slot.process.url)
+            _log.warning(
+                "engine %s (%s) ended with %s; starting it again", slot.name, process.url, process.process.returncode
+            )
+            slot.process = None
+            await self._pool.remove(process.url)
             if _clock() - slot.started_at_s > _PROVEN_S:
                 slot.failures = 0
-            slot.process = await self._restart(slot)
-            slot.started_at_s = _clock()
+            again = await self._restart(slot)
+            if again is None:
+                break
             slot.restarts += 1
-            self._pool.add(make_engine(slot.process.url))
+            self._began(slot, again)
+        await asyncio.Event().wait()  # nothing is left to do, and whoever ends here ends the farm
 
-    async def _restart(self, slot: _Slot) -> EngineProcess:
+    async def _restart(self, slot: _Slot) -> EngineProcess | None:
+        """None when it was given up."""
         while True:
             await asyncio.sleep(min(_RESTART_DELAY_S * 2.0**slot.failures, _RESTART_DELAY_MAX_S))
             slot.failures += 1
             try:
-                return await self._launch(slot.name)
+                return await self._launch(slot)
             except FarmError as error:
                 _log.warning("engine %s did not start: %s", slot.name, error)
-                if slot.failures >= _MAX_RESTARTS:
-                    raise EngineError(
-                        f"{slot.name} did not come up in {slot.failures} tries, last: {error}", kind="start"
-                    ) from error
+                if slot.failures < _MAX_RESTARTS:
+                    continue
+                slot.error = f"{slot.name} did not come up in {slot.failures} tries, last: {error}"
+                if not self._others and all(other.error for other in self._slots.values()):
+                    raise EngineError(slot.error, kind="start") from error
+                _log.error("%s; it is given up, the others go on", slot.error)
+                return None
 
 
-async def start_fleet(config: EngineConfig, *, version: PolicyVersion, logs: Path) -> Fleet:
-    """Engines on their way to serve ``version``. Nothing is left running when this raises.
+async def start_fleet(
+    config: EngineConfig, *, version: PolicyVersion, logs: Path, orders: Callable[[], Orders] = Orders
+) -> Fleet:
+    """Engines on their way to serve ``version``. Nothing is left running when this raises. ``orders`` is asked, in a
+    thread, for what people want of single engines.
 
     When a policy went live on an engine is written to ``logs/engines.jsonl``, what each engine says of its load (about
     once a second, while it changes) to ``logs/engine_metrics.jsonl``."""
-    fleet = Fleet(config, logs=logs)
+    fleet = Fleet(config, logs=logs, orders=orders)
     try:
         await fleet.start(version)
     except BaseException:
         await fleet.close()
         raise
     return fleet
+
+
+def _slot_name(pool: str, number: int) -> str:
+    return f"{'engine' if pool == DEFAULT_POOL else pool}-{number}"
+
+
+def _gpus(pool: EnginePoolConfig) -> int:
+    return pool.gpus_per_engine if pool.kind == "launch" else 0
 
 
 def _name(key: tuple[str, int]) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import socket
 import urllib.error
 import urllib.request
@@ -16,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from farm.agent import make_agent
-from farm.config import FarmConfig
+from farm.config import EngineConfig, FarmConfig
+from farm.engine.launch import share_out_gpus, visible_gpus
 from farm.errors import UsageError
 from farm.grader import make_grader
 from farm.grader.parsers import PARSERS
@@ -62,8 +64,7 @@ def prepare(config: FarmConfig) -> Prepared:
             raise UsageError(
                 f"renderer.name {config.renderer.name!r} takes no messages, agent 'external' sends them: use chat"
             )
-        for url in config.engine.urls:
-            _check_engine(url)
+        _check_engines(config.engine)
     _check_port(config.cluster.port)
     _check_scheduler(config.cluster.address)
     provider = make_provider(config.sandbox.provider, **config.sandbox_options())
@@ -141,13 +142,29 @@ def _check_safetensors(path: Path, advice: str) -> None:
         raise UsageError(f"policy {path}: not a whole safetensors file ({error}); {advice}") from None
 
 
-def _check_engine(url: str) -> None:
+def _check_engines(config: EngineConfig) -> None:
+    pools = config.named_pools.values()
+    for pool in pools:
+        for url in pool.urls:
+            check_engine(url, where="engine.urls")
+        if pool.kind == "launch" and shutil.which(pool.command[0]) is None:
+            raise UsageError(
+                f"engine.command: {pool.command[0]!r} is not a program here; install SGLang (pip install sglang) and "
+                "name its python in engine.command, or use other engines"
+            )
+    share_out_gpus(visible_gpus(), [p.gpus_per_engine for p in pools if p.kind == "launch" for _ in range(p.count)])
+
+
+def check_engine(url: str, *, where: str) -> None:
+    """Something answers at ``url`` as SGLang would. ``where`` the address was given."""
+    if not url.startswith(("http://", "https://")):
+        raise UsageError(f"{where}: {url!r} must start with http:// or https://, for example http://127.0.0.1:30000")
     try:
         with urllib.request.urlopen(url.rstrip("/") + "/model_info", timeout=_PROBE_S) as answer:
             json.loads(answer.read())
     except (OSError, ValueError, urllib.error.URLError) as error:
         raise UsageError(
-            f"engine.urls: {url}: no SGLang server answers there ({error}); start it, or correct the address"
+            f"{where}: {url}: no SGLang server answers there ({error}); start it, or correct the address"
         ) from None
 
 

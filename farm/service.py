@@ -75,6 +75,11 @@ class Engines(Protocol):
         """Reserve ``tokens`` of KV on an engine for the attempt, if possible where its group is; None: no room."""
         ...
 
+    def witness(self, key: tuple[str, int], *, failed: str | None) -> None:
+        """How the attempt fared on its engine, told before it is released: ``failed`` is the kind of the failure at the
+        engine's boundary that ended it, None when it came through."""
+        ...
+
     def release(self, key: tuple[str, int]) -> None:
         """The attempt has ended. Unknown keys are fine."""
         ...
@@ -321,6 +326,7 @@ class Farm:
         self._parts.cluster.submit(attempt)
 
     def _on_cluster(self, event: Finished | Lost) -> None:
+        self._tell_engines(event)
         self._end_attempt((event.episode_id, event.number))
         if isinstance(event, Lost):
             if event.kind == "defect":
@@ -354,6 +360,17 @@ class Farm:
                     retryable=failed.retryable,
                     started_at_s=returned.trajectory.started_at_s,
                 )
+
+    def _tell_engines(self, event: Finished | Lost) -> None:
+        fleet = self._parts.fleet
+        if fleet is None or isinstance(event, Lost):
+            return
+        key = (event.episode_id, event.number)
+        match event.result:
+            case Receipt():
+                fleet.witness(key, failed=None)
+            case Returned(failed=failed) if failed.boundary is Boundary.ENGINE:
+                fleet.witness(key, failed=failed.kind)
 
     def _end_attempt(self, key: tuple[str, int]) -> None:
         if self._parts.fleet is not None:

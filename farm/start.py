@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import shutil
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from farm.config import FarmConfig, to_json
+from farm.config import EngineConfig, FarmConfig, to_json
 from farm.dispatch import EndlessPlan, FinitePlan, Plan, PlanSpec
 from farm.durable import FolderLock
+from farm.engine_orders import read_orders
 from farm.errors import UsageError
 from farm.farm_state import ProcessId, end_processes, read_status, write_status
 from farm.fleet import Fleet, start_fleet
@@ -39,10 +42,23 @@ _PUBLISH_DELAY_S = 0.25
 _log = logging.getLogger(__name__)
 
 
+# Keys of [engine] that say where engines are; the others say what they must be.
+_WHERE_ENGINES_ARE = ("kind", "count", "urls", "command", "gpus_per_engine", "start_timeout_s", "pools")
+
+
 def open_run(path: Path, config: FarmConfig) -> RunFolder:
-    """The run folder for ``config``. Where it runs (section cluster) may change between starts; what runs may not."""
+    """The run folder for ``config``. Where it runs (section cluster, which engines) may change between starts; what
+    runs may not. The folder goes on to say what the first start said."""
     resolved = to_json(config)
     del resolved["cluster"]
+    if (path / "config.json").exists():
+        before = RunFolder.open(path).config().get("engine", {})
+        unsaid = json.loads(EngineConfig().model_dump_json())
+        for key, value in list(resolved["engine"].items()):
+            if key in _WHERE_ENGINES_ARE and key in before:
+                resolved["engine"][key] = before[key]
+            elif key not in before and (key in _WHERE_ENGINES_ARE or value == unsaid[key]):
+                del resolved["engine"][key]  # the version that laid it out did not know it
     return RunFolder.create(path, resolved)
 
 
@@ -159,7 +175,7 @@ async def _start_fleet(
     stack: contextlib.AsyncExitStack, run: RunFolder, config: FarmConfig, version: PolicyVersion
 ) -> Fleet:
 
-    fleet = await start_fleet(config.engine, version=version, logs=run.logs)
+    fleet = await start_fleet(config.engine, version=version, logs=run.logs, orders=partial(read_orders, run))
     stack.push_async_callback(fleet.close)
     return fleet
 

@@ -351,14 +351,26 @@ class PolicyVersion:
         """The version name engines answer with, e.g. ``step-000012``."""
         return version_name(self.step)
 
+    @property
+    def pushed_name(self) -> str:
+        """The name that a trainer gives to weights which it sent to an engine itself: nothing else then says that they
+        are these."""
+        return f"{self.name}+{self.digest[:12]}"
+
+
+# What an engine is called while a trainer changes its weights, and when that has failed: load the published folder. No
+# client takes tokens from an engine of such a name, for they are no policy's.
+PUSH_UNDER_WAY = "push-under-way"
+PUSH_GIVEN_UP = "push-given-up"
+
 
 def version_name(step: int) -> str:
     return f"step-{step:06d}"
 
 
 def version_step(name: str) -> int | None:
-    """The step of a version name; None when the name is not one of ours (an engine not yet loaded)."""
-    head, _, digits = name.partition("-")
+    """The step of a version name, pushed or not; None when the name is not one of ours (an engine not yet loaded)."""
+    head, _, digits = name.partition("+")[0].partition("-")
     return int(digits) if head == "step" and digits.isdigit() else None
 
 

@@ -82,26 +82,47 @@ def table(status: Mapping[str, Any], *, now_s: float | None = None) -> Renderabl
         grid.add_row("failures", Text(problems, style="yellow"))
     if status.get("tripped"):
         grid.add_row("stopped", Text(status["tripped"], style="red"))
-    return Group(title, grid, _engines(status)) if status["engines"] else Group(title, grid)
+    return Group(title, grid, engine_table(status)) if status["engines"] else Group(title, grid)
 
 
-def _engines(status: Mapping[str, Any]) -> Table:
+def engine_table(status: Mapping[str, Any]) -> Table:
+    """One row per engine. ``reserved``: the share of its KV that episodes have a claim on."""
     engines = Table(box=None, padding=(0, 2), header_style="dim")
-    for name in ("engine", "state", "policy", "running", "queued", "KV used", "retracted"):
+    pools = {engine.get("pool") for engine in status["engines"]}
+    shown = ("state", "policy", "running", "queued", "KV used", "reserved", "retracted", "restarts")
+    engines.add_column("engine", no_wrap=True)
+    for name in (*shown, *(["pool"] if len(pools) > 1 else [])):
         engines.add_column(name)
     for engine in status["engines"]:
         total = engine.get("max_total_tokens") or 0
         used = engine.get("used_tokens") or 0
+        own = engine.get("name") not in (None, engine["url"])
         engines.add_row(
-            str(engine["url"]),
-            str(engine["state"]),
+            f"{engine['name']} at {engine['url']}" if own else str(engine["url"]),
+            _engine_state(engine),
             str(engine.get("version", "-")),
             str(engine.get("running", "-")),
             str(engine.get("queued", "-")),
             f"{used / total:.0%} of {total:,}" if total else "-",
+            f"{engine.get('reserved_tokens', 0) / total:.0%}" if total else "-",
             str(engine.get("retracted", "-")),
+            str(engine.get("restarts", "-")),
+            *([str(engine.get("pool"))] if len(pools) > 1 else []),
         )
     return engines
+
+
+def _engine_state(engine: Mapping[str, Any]) -> Text:
+    state = str(engine["state"])
+    if engine.get("draining"):
+        state = "draining" if engine.get("reserved_tokens") else "drained"
+    elif engine.get("circuit", "closed") != "closed":
+        state = f"{state}, circuit {str(engine['circuit']).replace('_', ' ')}"
+    style = {"up": "green", "down": "red", "failed": "red", "drained": "yellow", "draining": "yellow"}
+    shown = Text(state, style=style.get(state.partition(",")[0], ""))
+    if engine.get("error"):
+        shown.append(f"  {engine['error']}"[:120], style="dim")
+    return shown
 
 
 def result_table(results: Results) -> Table:

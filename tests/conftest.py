@@ -86,3 +86,15 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:  # n
     if strays:
         session.exitstatus = 1
         print("\nleft running after the tests:\n  " + "\n  ".join(strays))
+
+
+@pytest.fixture(scope="session")
+def sglang_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, tuple[str, str]]]:
+    """A real SGLang server, one for the session: its URL, and two policies' folders. Only where ci/sglang.sh has
+    installed it."""
+    import real_sglang
+
+    folder = tmp_path_factory.mktemp("sglang")
+    policies = tuple(real_sglang.write_model(folder / name, seed=seed) for seed, name in enumerate(("one", "two")))
+    with real_sglang.real_server(policies[0], folder) as process:
+        yield process.url, (policies[0], policies[1])

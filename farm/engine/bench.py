@@ -1,4 +1,4 @@
-"""How fast the embedded engine is: output tokens per second of multi-turn episodes, through its HTTP API."""
+"""How fast an engine is: output tokens per second of multi-turn episodes, through its HTTP API."""
 
 from __future__ import annotations
 
@@ -126,9 +126,50 @@ async def _run(engine: Engine, shape: BenchShape, concurrency: int, seconds: flo
     return sampled, time.perf_counter() - started
 
 
-def _cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / 100.0
+def _cpu_s(group: int) -> float:
+    """CPU seconds of the processes in a process group: a server may have several."""
+    ticks = 0
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = file.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it has just ended
+        if int(fields[2]) == group:
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / 100.0
+
+
+async def measure_engine(
+    url: str,
+    group: int,
+    *,
+    shape: BenchShape,
+    concurrencies: tuple[int, ...] = (1, 8, 32),
+    seconds: float = 4.0,
+    repeats: int = 3,
+) -> dict[str, dict[str, float]]:
+    """See :func:`measure`; of a server that runs, whose processes are the process group ``group``. It must hold
+    ``2 * max(concurrencies)`` episodes."""
+    results: dict[str, dict[str, float]] = {}
+    engine = SGLangEngine(url)
+    try:
+        await _run(engine, shape, max(concurrencies), 0.0, "warm-up")
+        for concurrency in concurrencies:
+            rates, cpu_rates = [], []
+            for repeat in range(repeats):
+                before = _cpu_s(group)
+                sampled, took = await _run(engine, shape, concurrency, seconds / repeats, f"{concurrency}-{repeat}")
+                rates.append(sampled / took)
+                cpu_rates.append(sampled / max(0.01, _cpu_s(group) - before))
+            results[f"c{concurrency}"] = {
+                "median": float(np.median(rates)),
+                "p95": float(np.percentile(rates, 95)),
+                "n": repeats,
+                "per_server_cpu_s": float(np.median(cpu_rates)),
+            }
+    finally:
+        await engine.close()
+    return results
 
 
 async def measure_async(
@@ -139,7 +180,6 @@ async def measure_async(
     repeats: int = 3,
 ) -> dict[str, dict[str, float]]:
     """See :func:`measure`."""
-    results: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_random_model(folder / "model", shape)
@@ -151,26 +191,17 @@ async def measure_async(
             max_running_requests=max(concurrencies),
         )
         process = await launch_engine(options, run_folder=folder)
-        engine = SGLangEngine(process.url)
         try:
-            await _run(engine, shape, max(concurrencies), 0.0, "warm-up")
-            for concurrency in concurrencies:
-                rates, cpu_rates = [], []
-                for repeat in range(repeats):
-                    before = _cpu_s(process.process.pid)
-                    sampled, took = await _run(engine, shape, concurrency, seconds / repeats, f"{concurrency}-{repeat}")
-                    rates.append(sampled / took)
-                    cpu_rates.append(sampled / max(0.01, _cpu_s(process.process.pid) - before))
-                results[f"c{concurrency}"] = {
-                    "median": float(np.median(rates)),
-                    "p95": float(np.percentile(rates, 95)),
-                    "n": repeats,
-                    "per_server_cpu_s": float(np.median(cpu_rates)),
-                }
+            return await measure_engine(
+                process.url,
+                process.process.pid,
+                shape=shape,
+                concurrencies=concurrencies,
+                seconds=seconds,
+                repeats=repeats,
+            )
         finally:
-            await engine.close()
             await process.stop()
-    return results
 
 
 def measure(

@@ -1,7 +1,7 @@
 """Client of SGLang's native HTTP API (0.5.23), used for real servers and for the embedded one alike.
 
 Every call is bounded and raises :class:`~farm.errors.EngineError` with one of these kinds: ``unreachable``,
-``timeout``, ``queue_full``, ``out_of_memory``, ``status_NNN``, ``malformed``, ``unverified_weights``.
+``timeout``, ``queue_full``, ``out_of_memory``, ``status_NNN``, ``malformed``, ``unverified_weights``, ``bad_ids``.
 
 A pause is a *retract* pause: running requests keep their tokens and go on after it, but their KV is computed anew. It
 is the one mode in which SGLang flushes its whole prefix cache on a weight update; with ``in_place`` it refuses to, and
@@ -52,6 +52,8 @@ class SGLangEngine:
 
     async def generate(self, request: GenerateRequest, *, timeout_s: float) -> Generation:
         """Sample. When cancelled or out of time, the request is aborted on the engine (best effort, not awaited)."""
+        if min(request.input_ids, default=0) < 0:
+            raise EngineError(f"{request.rid}: negative token ids, which kill an SGLang server", kind="bad_ids")
         sampling = request.sampling
         params: dict[str, Any] = {
             "temperature": sampling.temperature,
@@ -175,12 +177,14 @@ class SGLangEngine:
         data = None if body is None else json.dumps(body).encode()
         where = self._url + path
         try:
-            async with (
-                asyncio.timeout(timeout_s),
-                self._session().request(method, where, data=data, headers=_HEADERS) as response,
-            ):
-                raw = await response.read()
-                status = response.status
+            async with asyncio.timeout(timeout_s):
+                try:
+                    status, raw = await self._send(method, where, data)
+                except aiohttp.ClientOSError as error:
+                    if not isinstance(error.__cause__, aiohttp.ClientConnectionResetError):
+                        raise
+                    # The server was closing that idle connection, and nothing was sent on it: another one will do.
+                    status, raw = await self._send(method, where, data)
         except TimeoutError as error:
             raise EngineError(f"{where}: no answer within {timeout_s:g} s", kind="timeout") from error
         except (aiohttp.ClientError, OSError) as error:
@@ -189,6 +193,10 @@ class SGLangEngine:
             message = _message(raw)
             raise EngineError(f"{where}: {status}: {message}", kind=_kind(status, message))
         return raw
+
+    async def _send(self, method: str, where: str, data: bytes | None) -> tuple[int, bytes]:
+        async with self._session().request(method, where, data=data, headers=_HEADERS) as response:
+            return response.status, await response.read()
 
     def _abort_later(self, rid: str) -> None:
         task = asyncio.get_running_loop().create_task(self._abort_quietly(rid))

@@ -206,6 +206,9 @@ class FakeEngines:
         self.held.add(key)
         return Placement(url="http://engine", step=self.wanted[-1])
 
+    def witness(self, key: tuple[str, int], *, failed: str | None) -> None:
+        assert key in self.held, "told before it is released"
+
     def release(self, key: tuple[str, int]) -> None:
         self.held.discard(key)
 

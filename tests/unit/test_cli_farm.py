@@ -16,6 +16,9 @@ from farm.breaker import Trip
 from farm.cli import main
 from farm.config import load_config
 from farm.durable import FolderLock
+from farm.engine_orders import read_orders
+from farm.errors import UsageError
+from farm.farm_state import write_status
 from farm.render.micro_tokenizer import save_tokenizer, train_tokenizer
 from farm.run_folder import RunFolder
 from farm.start import open_run
@@ -68,6 +71,7 @@ def test_help_imports_nothing_heavy() -> None:
         "down",
         "doctor",
         "replay",
+        "engines",
         "grade",
         "subset",
         "overlap",
@@ -96,7 +100,7 @@ def test_unknown_back_ends(tmp_path: Path) -> None:
     tasks = ("--tasks", "micro:benchmark")
     assert "bash, external, null, oracle" in rollout(run, *tasks, "--agent", "human")
     assert "bubblewrap, docker, e2b, fake" in rollout(run, *tasks, "--agent", "null", "--set", "sandbox.provider=vm")
-    assert "'embedded' or 'sglang'" in rollout(run, *tasks, "--set", "engine.kind=other")
+    assert "'embedded', 'launch' or 'sglang'" in rollout(run, *tasks, "--set", "engine.kind=other")
     assert "at least one worker" in rollout(run, *tasks, "--workers", "0")
     assert "chat, micro" in rollout(run, *tasks, "--set", "renderer.name=x", "--policy", str(policy(tmp_path / "p")))
 
@@ -118,7 +122,7 @@ def test_malformed_policies(tmp_path: Path) -> None:
     assert "holds no *.safetensors" in rollout(run, *tasks)
 
 
-def test_servers_that_are_not_there_and_a_port_in_use(tmp_path: Path) -> None:
+def test_servers_that_are_not_there_and_a_port_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
     null = ("--tasks", "micro:benchmark", "--agent", "null", "--set")
     assert "nobody answers there" in rollout(run, *null, "cluster.address=tcp://127.0.0.1:9")
@@ -127,6 +131,19 @@ def test_servers_that_are_not_there_and_a_port_in_use(tmp_path: Path) -> None:
     save_tokenizer(train_tokenizer(["return a + b"]), folder)
     engine = rollout(run, "--tasks", "micro:benchmark", "--policy", str(folder), *given)
     assert "no SGLang server answers there" in engine
+    given = ("--engines", "http://127.0.0.1:9", "--engines", "http://127.0.0.1:9")
+    assert "no SGLang server answers there" in rollout(
+        run, "--tasks", "micro:benchmark", "--policy", str(folder), *given
+    )
+    launch = ("--tasks", "micro:benchmark", "--policy", str(folder), "--launch-engines", "8", "--set")
+    assert "'no-such-python' is not a program here" in rollout(
+        run, *launch, 'engine.command=["no-such-python", "{port}"]'
+    )
+    with monkeypatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+        assert "need 8 GPUs, this machine shows 2" in rollout(run, *launch, 'engine.command=["env", "{port}"]')
+    both = ("--engines", "http://127.0.0.1:9", "--launch-engines", "1")
+    assert "give one of them" in rollout(run, "--tasks", "micro:benchmark", *both)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -172,9 +189,38 @@ def test_status_before_any_farm(tmp_path: Path) -> None:
     assert "schema version 99" in refused("status", str(run))
 
 
+def test_orders_to_engines_that_are_not_there(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "run", {})
+    for command in (("list",), ("drain", "engine-0"), ("remove", "engine-0"), ("replace", "x"), ("add", "http://x")):
+        assert "no farm has run here yet" in refused("engines", command[0], str(run.path), *command[1:])
+    engine = {"name": "http://x:1", "url": "http://x:1", "state": "up", "process": None, "restarts": 0}
+    write_status(run, {"state": "stopped", "process": {"pid": 1, "started": 0}, "engines": [engine]})
+    assert "there are: http://x:1" in refused("engines", "drain", str(run.path), "engine-7")
+    assert "was not started by this farm" in refused("engines", "replace", str(run.path), "http://x:1")
+    assert "must start with http" in refused("engines", "add", str(run.path), "x:1")
+    assert "no SGLang server answers there" in refused("engines", "add", str(run.path), "http://127.0.0.1:9")
+    result = CliRunner().invoke(main, ["engines", "drain", str(run.path), "http://x:1/"])
+    assert result.exit_code == 0
+    assert "the next one will do it" in result.output
+    assert read_orders(run).drained == {"http://x:1"}
+    assert "http://x:1" in CliRunner().invoke(main, ["engines", "list", str(run.path)]).output
+
+
 def test_replay_of_what_is_not_there(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path / "run", {}).path
     refused("replay", str(run), "abc")
+
+
+def test_engines_may_be_elsewhere_when_a_run_goes_on(tmp_path: Path) -> None:
+    first = open_run(tmp_path / "run", load_config())
+    moved = load_config(overrides={"engine": {"kind": "sglang", "urls": ["http://x:1"]}})
+    assert open_run(first.path, moved).config() == first.config()
+    smaller = load_config(overrides={"engine": {"max_total_tokens": 1024}})
+    with pytest.raises(UsageError, match=r"engine\.max_total_tokens: 32768 -> 1024"):
+        open_run(first.path, smaller)
+    before = {key: value for key, value in first.config()["engine"].items() if key not in ("pools", "weights")}
+    (first.path / "config.json").write_text(json.dumps({**first.config(), "engine": before}))
+    open_run(first.path, load_config())  # of a version that knew neither
 
 
 def test_two_farms_on_one_folder(tmp_path: Path) -> None:

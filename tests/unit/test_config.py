@@ -49,6 +49,21 @@ def test_file_then_sets_then_options(tmp_path: Path) -> None:
     assert config.cluster.span == (1, 4)
 
 
+def test_pools_have_what_they_don_t_say_from_the_section() -> None:
+    given = {
+        "context_length": 1024,
+        "pools": {"one": {"count": 2}, "two": {"kind": "sglang", "urls": ["http://x:1"], "context_length": 600}},
+    }
+    config = parse_config({"engine": given})
+    pools = config.engine.named_pools
+    assert [(name, pool.kind, pool.count, pool.context_length) for name, pool in pools.items()] == [
+        ("one", "embedded", 2, 1024),
+        ("two", "sglang", 1, 600),
+    ]
+    assert parse_config(to_json(config)) == config
+    assert list(parse_config({}).engine.named_pools) == ["default"]
+
+
 def test_enough_attempts_follow_the_group_size() -> None:
     assert parse_config({}).rollout.min_attempts == 6
     assert parse_config({"rollout": {"group_size": 4}}).rollout.min_attempts == 3
@@ -75,10 +90,17 @@ def test_sync_mode_has_no_staleness() -> None:
         ({"cluster": {"address": "tcp://10.0.0.1:8786"}}, ("without TLS", "tls://")),
         ({"cluster": {"address": "tls://10.0.0.1:8786"}}, ("tls_ca",)),
         ({"cluster": {"address": "nowhere"}}, ("tcp://HOST:PORT",)),
-        ({"engine": {"kind": "vllm"}}, ("engine.kind", "'embedded' or 'sglang'")),
+        ({"engine": {"kind": "vllm"}}, ("engine.kind", "'embedded', 'launch' or 'sglang'")),
         ({"engine": {"kind": "sglang"}}, ("needs urls",)),
         ({"engine": {"urls": ["http://127.0.0.1:1"]}}, ("only for kind",)),
         ({"engine": {"max_total_tokens": 100}}, ("context_length",)),
+        ({"engine": {"command": ["serve"]}}, ("engine.command", "{port}")),
+        ({"engine": {"command": ["serve", "{port}", "{gpu}"]}}, ("engine.command", "'gpu'", "allowed: model")),
+        ({"engine": {"command": ["serve", "{port"]}}, ("engine.command", "write a brace that is meant as such twice")),
+        ({"engine": {"pools": {"a": 3}}}, ("pools.a must be a table", "[engine.pools.a]")),
+        ({"engine": {"pools": {"a": {"kind": "sglang"}}}}, ("engine.pools.a", "needs urls")),
+        ({"engine": {"count": 2, "pools": {"a": {}}}}, ("named ones (a)", "[engine.pools.NAME]")),
+        ({"engine": {"pools": {"a": {"context_length": 256}}}}, ("limits.max_context_tokens 512", "256")),
         ({"limits": {"tool_s": 70}}, ("tool_s < agent_s < episode_s < lease_s",)),
         ({"limits": {"lease_s": 100}}, ("tool_s < agent_s < episode_s < lease_s",)),
         ({"limits": {"max_context_tokens": 1024}}, ("engine.context_length",)),

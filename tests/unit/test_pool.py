@@ -7,11 +7,12 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from farm.admission import Ask
+from farm.circuit import CircuitState
 from farm.engine.scripted import ScriptedEngine
 from farm.errors import EngineError
-from farm.pool import EnginePool, Health, Move, PoolEvent, next_move
+from farm.pool import EnginePool, Health, Move, PoolEvent, next_move, serves
 from farm.protocols import EngineInfo
-from farm.types import PolicyVersion, version_name
+from farm.types import PUSH_GIVEN_UP, PUSH_UNDER_WAY, PolicyVersion, version_name
 
 
 def policy(step: int) -> PolicyVersion:
@@ -209,14 +210,117 @@ def test_one_failed_look_is_forgiven_two_are_not() -> None:
             watched.pool.want(policy(1))
             await until(lambda: watched.pool.states()[0].step == 1)
             a.fail("info", EngineError("no", kind="timeout"))
-            await until(lambda: watched.pool.states()[0].failures == 1)
+            await until(lambda: watched.pool.states()[0].circuit.looks == 1)
             assert watched.pool.states()[0].step == 1
-            await until(lambda: watched.pool.states()[0].failures == 0)
+            await until(lambda: watched.pool.states()[0].circuit.looks == 0)
             a.fail("info", EngineError("no", kind="timeout"), times=2)
             await until(lambda: watched.pool.states()[0].health is Health.DOWN)
             assert watched.pool.capacity(512) == 0
             await until(lambda: watched.pool.states()[0].step == 1)
             assert watched.pool.capacity(512) == 32
+
+    asyncio.run(scenario())
+
+
+def test_a_drained_engine_keeps_what_runs_and_gets_nothing_new() -> None:
+    async def scenario() -> None:
+        a, b = engine("http://a"), engine("http://b")
+        async with supervised(a, b) as watched:
+            pool = watched.pool
+            pool.want(policy(1))
+            await until(lambda: all(state.step == 1 for state in pool.states()))
+            first = pool.place(ask("e0"))
+            assert first is not None
+            pool.drain(first.url)
+            other = {"http://a": "http://b", "http://b": "http://a"}[first.url]
+            assert pool.capacity(512) == 32
+            pool.want(policy(2))
+            await until(lambda: all(state.step == 2 for state in pool.states()))
+            for number in range(1, 4):
+                grant = pool.place(ask(f"e{number}"))
+                assert grant is not None
+                assert grant.url == other
+            assert pool.reserved_tokens(first.url) == 512
+            pool.undrain(first.url)
+            await asyncio.sleep(0.1)  # several looks
+            assert pool.capacity(512) == 64
+            assert {grant.url for n in range(40) if (grant := pool.place(ask(f"again{n}")))} == {"http://a", "http://b"}
+
+    asyncio.run(scenario())
+
+
+def test_requests_that_fail_in_a_row_take_an_engine_out_until_a_look_finds_it_well() -> None:
+    async def scenario() -> None:
+        a = engine()
+        async with supervised(a) as watched:
+            pool = watched.pool
+            pool.want(policy(1))
+            await until(lambda: pool.states()[0].step == 1)
+
+            def episode(key: str, failed: str | None) -> None:
+                assert pool.place(ask(key)) is not None
+                pool.witness(key, failed=failed)
+                pool.release(key)
+
+            for number in range(7):
+                episode(f"e{number}", "timeout")
+            episode("refused", "status_400")
+            episode("well", None)
+            for number in range(7):
+                episode(f"f{number}", "timeout")
+            assert pool.states()[0].health is Health.UP
+            a.stall("info")
+            episode("last", "unreachable")
+            state = pool.states()[0]
+            assert (state.health, state.circuit.state, state.step) == (Health.DOWN, CircuitState.OPEN, None)
+            assert pool.place(ask("none")) is None
+            a.release("info")
+            await until(lambda: pool.states()[0].circuit.state is CircuitState.CLOSED)
+            assert [event.kind for event in watched.events if event.kind != "live"] == ["down", "up"]
+            pool.witness("nobody", failed="timeout")
+
+    asyncio.run(scenario())
+
+
+def test_a_pushed_policy_is_awaited_and_known_by_its_digest() -> None:
+    assert serves(info("step-000003+d3", "anywhere"), policy(3))
+    assert not serves(info("step-000003+d4", "/policies/step-000003"), policy(3))
+    assert next_move(info("step-000002", "/policies/step-000002"), policy(3), push_s=1.0) is Move.AWAIT
+    assert next_move(info("step-000002", "/policies/step-000002"), policy(3), push_s=0.0) is Move.UPDATE
+    assert next_move(info("step-000003+d3", "x"), policy(3), push_s=1.0) is Move.SERVE
+    assert next_move(info(PUSH_UNDER_WAY, "x"), policy(3), push_s=1.0) is Move.AWAIT
+    assert next_move(info(PUSH_GIVEN_UP, "x"), policy(3), push_s=1.0) is Move.UPDATE
+
+    async def scenario() -> None:
+        a = engine()
+        events: list[PoolEvent] = []
+        pool = EnginePool(poll_s=0.02, push_wait_s=0.5, on_event=events.append)
+        pool.add(a)
+        keeper = asyncio.create_task(pool.supervise())
+        try:
+            pool.want(policy(1))
+            await until(lambda: pool.states()[0].step == 1)
+            pool.want(policy(2))
+            await a.pause()  # by the trainer
+            a.version = PUSH_UNDER_WAY
+            await until(lambda: pool.states()[0].step is None)
+            assert pool.place(ask("e")) is None
+            await asyncio.sleep(0.05)
+            assert a.paused, "the pool leaves it alone"
+            a.version = policy(2).pushed_name
+            await a.resume()
+            await until(lambda: pool.states()[0].step == 2)
+            pool.want(policy(3))
+            await a.pause()
+            a.version = PUSH_UNDER_WAY  # and then the trainer dies
+            await until(lambda: pool.states()[0].step == 3)
+            assert not a.paused
+            assert a.model_path == policy(3).path
+            assert [event.step for event in events if event.kind == "live"] == [1, 2, 3]
+        finally:
+            keeper.cancel()
+            await asyncio.wait({keeper})
+            await pool.close()
 
     asyncio.run(scenario())
 

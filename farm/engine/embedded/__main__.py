@@ -68,15 +68,15 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _decoder(model: Path) -> Callable[[list[int]], str]:
-    """Ids to text by the folder's tokenizer.json; the empty string without one."""
+def _decoder(model: Path) -> Callable[[list[int], bool], str]:
+    """(ids, without special tokens) to text by the folder's tokenizer.json; the empty string without one."""
     file = model / "tokenizer.json"
     if not file.exists():
-        return lambda _ids: ""
+        return lambda _ids, _skip: ""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(file))
-    return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
+    return lambda ids, skip: tokenizer.decode(ids, skip_special_tokens=skip)
 
 
 def main(argv: list[str] | None = None) -> int:

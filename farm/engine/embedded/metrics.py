@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 
@@ -23,6 +23,7 @@ class Metrics:
         gauges: Callable[[], dict[str, tuple[str, float]]],
         counters: Callable[[], dict[str, tuple[str, float]]],
     ) -> None:
+        disable_created_metrics()  # SGLang has none
         self._labels = ["model_name"]
         self._model_name = model_name
         self._gauges = gauges

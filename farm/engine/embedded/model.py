@@ -117,20 +117,20 @@ class _Layer:
 
 
 class Weights:
-    """All parameters of one policy version, fused. Immutable: a swap replaces the object."""
+    """All parameters of one policy version, fused. Immutable: a swap replaces the object. ``tensors`` are what it was
+    made of, under their Hugging Face names: an update that brings only some of them needs the others."""
 
     def __init__(self, config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._tensors = tensors
+        self.tensors = tensors
         self.config = config
         c = config
         self.embed = self._take("model.embed_tokens.weight", c.vocab, c.hidden)
         head = self.embed if c.tied else self._take("lm_head.weight", c.vocab, c.hidden)
         self.head = _behind(self._take("model.norm.weight", c.hidden), head)  # [hidden, vocab]
         self.layers = [self._layer(n) for n in range(c.layers)]
-        del self._tensors
 
     def _take(self, name: str, *shape: int) -> torch.Tensor:
-        tensor = self._tensors.get(name)
+        tensor = self.tensors.get(name)
         if tensor is None:
             raise ModelFolderError(f"tensor {name} is missing from the safetensors")
         if tuple(tensor.shape) != shape:
@@ -189,6 +189,16 @@ def load_weights(config: ModelConfig, folder: Path) -> Weights:
     """Read and fuse the folder's weights for ``config``. Raises :class:`ModelFolderError`."""
     with torch.inference_mode():
         return Weights(config, read_tensors(folder))
+
+
+def with_tensors(weights: Weights, changed: Mapping[str, torch.Tensor]) -> Weights:
+    """``weights`` with some of its tensors changed. Raises :class:`ModelFolderError` for one that it does not have, or
+    of another shape."""
+    unknown = sorted(changed.keys() - weights.tensors.keys())
+    if unknown:
+        raise ModelFolderError(f"the model has no tensor {unknown[0]}")
+    with torch.inference_mode():
+        return Weights(weights.config, {**weights.tensors, **changed})
 
 
 class Decoder:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-GREEDY_BELOW = 1e-6  # temperatures under this mean argmax, as in SGLang
+from farm.engine.embedded.wire import GREEDY_BELOW
 
 
 @dataclass(frozen=True, slots=True)

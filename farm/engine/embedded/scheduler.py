@@ -180,7 +180,7 @@ class Scheduler:
             self._finish(request, {"type": "abort", "message": "Abort in waiting queue"})
         for row in reversed(range(self.running)):
             if concerns(self._running[row].rid):
-                self._leave(row, _aborted("Aborted by AbortReq."))
+                self._leave(row, _aborted("Aborted"))
 
     def retract_all(self) -> None:
         """Send running requests back to the queue's head, in their order, and drop their KV."""

@@ -20,11 +20,19 @@ from aiohttp import web
 from farm.engine.embedded import wire
 from farm.engine.embedded.config import ModelConfig, ModelFolderError, read_config
 from farm.engine.embedded.metrics import Metrics
-from farm.engine.embedded.model import Weights, load_weights
+from farm.engine.embedded.model import Weights, load_weights, with_tensors
 from farm.engine.embedded.request import Request
 from farm.engine.embedded.scheduler import Limits, QueueFullError, Scheduler
+from farm.engine.embedded.weight_group import WeightGroupError, WeightGroups
 
 VERSION = "0.5.23"  # of the SGLang API spoken here
+_NOT_FLUSHED = (
+    "Weights were updated, but the cache was not flushed because requests are still running or queued. "
+    "Retract or finish them, then call /flush_cache."
+)
+_SESSION_OPEN = "a weight-update session is already open; call end_weight_update() first"
+_NO_SESSION = "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
+_NO_SESSION_TO_END = "no weight-update session is open; call begin_weight_update() first"
 _TURNS_BETWEEN_STEPS = 3  # socket readable -> parsed -> handler runs -> request queued
 
 
@@ -62,7 +70,8 @@ class StepLoop:
 
 
 class EngineServer:
-    """Handlers of one embedded engine. ``text`` decodes ids for the answer's ``text`` field."""
+    """Handlers of one embedded engine. ``text`` decodes ids for the answer's ``text`` field, without special tokens
+    when its second argument says so."""
 
     def __init__(
         self,
@@ -72,7 +81,7 @@ class EngineServer:
         weights: Weights,
         limits: Limits,
         version: str,
-        text: Callable[[list[int]], str],
+        text: Callable[[list[int], bool], str],
         on_defect: Callable[[BaseException], None],
     ) -> None:
         self._model_path = str(model_path)
@@ -93,6 +102,9 @@ class EngineServer:
         self._idle = asyncio.Event()
         self._idle.set()
         self._update_lock = asyncio.Lock()
+        self._weights = weights
+        self._groups = WeightGroups()
+        self._updating = False  # between begin_weight_update and end_weight_update
         self._rate = (time.perf_counter(), 0)
         self._started_s = time.time()
         self._metrics = Metrics(model_name=self._model_path, gauges=self._gauges, counters=self._counters)
@@ -103,6 +115,11 @@ class EngineServer:
             "/pause_generation": (post, self._pause),
             "/continue_generation": (post, self._continue),
             "/update_weights_from_disk": (post, self._update_weights),
+            "/init_weights_update_group": (post, self._join_group),
+            "/destroy_weights_update_group": (post, self._leave_group),
+            "/begin_weight_update": (post, self._begin_update),
+            "/update_weights_from_distributed": (post, self._receive_weights),
+            "/end_weight_update": (post, self._end_update),
             "/update_weight_version": (post, self._update_version),
             "/flush_cache": (get + post, self._flush),
             "/health": (get, self._health),
@@ -160,8 +177,9 @@ class EngineServer:
         status = request.finish.get("status_code")
         if status is not None:
             return _error(request.finish["message"], status)
-        text = self._text(request.tokens[request.prompt_length :].tolist())
-        return _json(wire.write_answer(body, request, text=text))
+        text = self._text(wire.text_ids(body, request), body.skip_special_tokens)
+        epoch_s = time.time() - time.perf_counter()
+        return _json(wire.write_answer(body, request, text=text, epoch_s=epoch_s))
 
     def _finished(self, request: Request) -> None:
         self._metrics.observe(request)
@@ -210,27 +228,75 @@ class EngineServer:
             except ModelFolderError as error:
                 message = f"Failed to get weights iterator: {path}. {error}"
                 return _json({"success": False, "message": message, "num_paused_requests": 0}, 400)
-            waited = not self._scheduler.paused
-            if waited:
-                # Not paused: as in SGLang, running requests end under the weights they began with.
-                self._open.clear()
-            try:
-                if waited:
-                    await self._idle.wait()
-                self._scheduler.set_weights(weights, version)
-            finally:
-                self._open.set()
+            await self._swap(weights, version)
         self._model_path = path
         message = "Succeeded to update model weights."
         if body.get("flush_cache", True) and not self._scheduler.flush():
-            message = (
-                "Weights were updated, but the cache was not flushed because requests are still running or queued. "
-                "Retract or finish them, then call /flush_cache."
-            )
-            return _json({"success": False, "message": message, "num_paused_requests": 0}, 400)
+            return _json({"success": False, "message": _NOT_FLUSHED, "num_paused_requests": 0}, 400)
         if version is not None:
             message += f" Weight version updated to {version}."
         return _json({"success": True, "message": message, "num_paused_requests": 0})
+
+    async def _swap(self, weights: Weights, version: str | None) -> None:
+        waited = not self._scheduler.paused
+        if waited:
+            # Not paused: as in SGLang, running requests end under the weights they began with.
+            self._open.clear()
+        try:
+            if waited:
+                await self._idle.wait()
+            self._scheduler.set_weights(weights, version)
+            self._weights = weights
+        finally:
+            self._open.set()
+
+    async def _join_group(self, http: web.BaseRequest) -> web.Response:
+        body = await _body(http)
+        try:
+            await asyncio.to_thread(self._groups.join, body)
+        except WeightGroupError as error:
+            return _refused(str(error))
+        return _json({"success": True, "message": "Succeeded to initialize custom process group."})
+
+    async def _leave_group(self, http: web.BaseRequest) -> web.Response:
+        try:
+            self._groups.leave(await _body(http))
+        except WeightGroupError as error:
+            return _refused(str(error))
+        return _json({"success": True, "message": "Succeeded to destroy custom process group."})
+
+    async def _begin_update(self, http: web.BaseRequest) -> web.Response:
+        await http.read()
+        if self._updating:
+            return _refused(_SESSION_OPEN)
+        self._updating = True
+        return _json({"success": True, "message": "Success."})
+
+    async def _receive_weights(self, http: web.BaseRequest) -> web.Response:
+        body = await _body(http)
+        if not self._updating:
+            return _refused(_NO_SESSION)
+        version = body.get("weight_version")
+        async with self._update_lock:
+            try:
+                received = await asyncio.to_thread(self._groups.receive, body)
+                weights = await asyncio.to_thread(with_tensors, self._weights, received)
+            except (WeightGroupError, ModelFolderError) as error:
+                return _refused(str(error))
+            await self._swap(weights, version)
+        if body.get("flush_cache", True) and not self._scheduler.flush():
+            return _refused(_NOT_FLUSHED)
+        message = "Succeeded to update parameter online."
+        if version is not None:
+            message += f" Weight version updated to {version}."
+        return _json({"success": True, "message": message})
+
+    async def _end_update(self, http: web.BaseRequest) -> web.Response:
+        await http.read()
+        if not self._updating:
+            return _refused(_NO_SESSION_TO_END)
+        self._updating = False
+        return _json({"success": True, "message": "Success."})
 
     def _read_weights(self, folder: Path) -> Weights:
         config = read_config(folder)
@@ -274,6 +340,12 @@ class EngineServer:
                 "preferred_sampling_params": None,
                 "weight_version": self._scheduler.version,
                 "load_format": "auto",
+                "reasoning_parser": None,
+                "tool_call_parser": None,
+                "disaggregation_mode": "null",
+                "has_image_understanding": False,
+                "has_audio_understanding": False,
+                "embedding": {"family": "none", "enabled": False},
                 "model_type": model_type,
                 "architectures": [self._config.architecture],
             }
@@ -393,6 +465,10 @@ async def _body(http: web.BaseRequest) -> dict[str, Any]:
 
 def _json(value: Any, status: int = 200) -> web.Response:
     return web.Response(body=json.dumps(value).encode(), status=status, content_type="application/json")
+
+
+def _refused(message: str) -> web.Response:
+    return _json({"success": False, "message": message}, 400)
 
 
 def _error(message: str, status: int) -> web.Response:

@@ -13,6 +13,7 @@ import numpy as np
 from farm.engine.embedded.request import Request
 
 DEFAULT_NEW_TOKENS = 128
+GREEDY_BELOW = 1e-6  # temperatures under this mean the most likely token, as in SGLang
 MAX_STOPS = 16
 
 
@@ -44,6 +45,8 @@ class GenerateBody:
     seed: int | None
     return_logprob: bool
     logprob_start: int | None
+    skip_special_tokens: bool
+    no_stop_trim: bool
 
 
 _KNOWN = {
@@ -76,17 +79,21 @@ def read_generate(body: Any, bounds: ModelBounds) -> GenerateBody:
     max_new = _max_new_tokens(params.get("max_new_tokens"), len(ids), bounds)
     temperature = _number(params, "temperature", 1.0)
     if not math.isfinite(temperature) or temperature < 0:
-        raise BadRequestError(f"temperature must be a non-negative finite number, got {temperature}.")
+        raise BadRequestError(f"temperature must be a non-negative finite number, got {params['temperature']}.")
     top_p = _number(params, "top_p", 1.0)
     if not 0 < top_p <= 1:
-        raise BadRequestError(f"top_p must be in (0, 1], got {top_p}.")
+        raise BadRequestError(f"top_p must be in (0, 1], got {params['top_p']}.")
     top_k = int(_number(params, "top_k", -1))
-    if top_k < 1 and top_k != -1:
+    if temperature < GREEDY_BELOW:
+        top_k = 1  # as in SGLang, which does not look at what was given then
+    elif top_k < 1 and top_k != -1:
         raise BadRequestError(f"top_k must be -1 (disable) or at least 1, got {top_k}.")
     seed = params.get("sampling_seed")
     if seed is not None and (not isinstance(seed, int) or not -(2**63) <= seed < 2**63):
         raise BadRequestError(f"sampling_seed must be an integer in [-2**63, 2**63 - 1], got {seed}.")
-    stops = tuple(dict.fromkeys([*(params.get("stop_token_ids") or ()), *_eos(params, bounds)]))
+    # With ignore_eos SGLang ends by length alone, whatever stop tokens are named.
+    stops = () if params.get("ignore_eos") else (*(params.get("stop_token_ids") or ()), *bounds.eos)
+    stops = tuple(dict.fromkeys(stops))
     if len(stops) > MAX_STOPS or not all(isinstance(stop, int) for stop in stops):
         raise BadRequestError(f"stop_token_ids must be at most {MAX_STOPS} token ids, the model's own included")
     start = body.get("logprob_start_len")
@@ -105,11 +112,9 @@ def read_generate(body: Any, bounds: ModelBounds) -> GenerateBody:
         seed=seed,
         return_logprob=return_logprob,
         logprob_start=start if return_logprob and start is not None and start >= 0 else None,
+        skip_special_tokens=bool(params.get("skip_special_tokens", True)),
+        no_stop_trim=bool(params.get("no_stop_trim", False)),
     )
-
-
-def _eos(params: dict[str, Any], bounds: ModelBounds) -> tuple[int, ...]:
-    return () if params.get("ignore_eos") else bounds.eos
 
 
 def _number(params: dict[str, Any], name: str, default: float) -> float:
@@ -122,6 +127,8 @@ def _number(params: dict[str, Any], name: str, default: float) -> float:
 
 
 def _input_ids(value: Any, bounds: ModelBounds) -> list[int]:
+    if value is None:
+        raise BadRequestError("Either text, input_ids or input_embeds should be provided.")
     if not isinstance(value, list) or not value:
         raise BadRequestError("input_ids must be a non-empty list of token ids")
     # One pass in C finds anything that is not an id of the vocabulary.
@@ -176,8 +183,14 @@ def make_request(
     )
 
 
-def write_answer(body: GenerateBody, request: Request, *, text: str) -> dict[str, Any]:
-    """The ``/generate`` answer of a finished request."""
+def text_ids(body: GenerateBody, request: Request) -> list[int]:
+    """The ids that the answer's text is of: a stop token is not part of it unless that is asked for."""
+    ids: list[int] = request.tokens[request.prompt_length :].tolist()
+    return ids[:-1] if request.finish["type"] == "stop" and not body.no_stop_trim else ids
+
+
+def write_answer(body: GenerateBody, request: Request, *, text: str, epoch_s: float) -> dict[str, Any]:
+    """The ``/generate`` answer of a finished request. ``epoch_s`` is the time of day at 0 of the request's clock."""
     n = request.prompt_length
     output_ids = request.tokens[n:].tolist()
     admitted = request.admitted_s if request.admitted_s is not None else request.finished_s
@@ -196,8 +209,17 @@ def write_answer(body: GenerateBody, request: Request, *, text: str) -> dict[str
         "queue_time": admitted - request.arrived_s,
         "e2e_latency": request.finished_s - request.arrived_s,
         "dp_rank": None,
+        "storage_prefetch_wait": 0.0,
+        "storage_staging_wait": 0.0,
+        "request_received_ts": epoch_s + request.arrived_s,
+        "api_server_dispatch_finish_ts": epoch_s + request.arrived_s,
+        "request_finished_ts": epoch_s + request.finished_s,
+        "response_sent_to_client_ts": epoch_s + request.finished_s,
     }
+    if request.admitted_s is not None:
+        meta["forward_entry_time"] = epoch_s + request.admitted_s
     if request.first_token_s is not None:
+        meta["prefill_finished_time"] = epoch_s + request.first_token_s
         meta["first_token_latency"] = request.first_token_s - request.arrived_s
         decoding = request.finished_s - request.first_token_s
         if len(output_ids) > 1 and decoding > 0:
