@@ -14,7 +14,7 @@ import numpy as np
 from scipy import stats as distributions
 
 from harness.claims import Measurement
-from harness.experiments.runs import sources, steps
+from harness.experiments.runs import settings, sources, steps
 from harness.lab import Lab
 from harness.stats import Estimate, Floats
 
@@ -57,7 +57,7 @@ def survived(lab: Lab) -> Measurement:
             "where_outside": {name: found for name, found in outside.items() if found},
             "band": f"the jump of the mean across a kill against those elsewhere in the run, two-sided {ALPHA:g} over "
             f"all {tests} (Bonferroni)",
-            "failures_injected": f"{100 * FAULT_RATE:g} % of the attempts, at every boundary, without retries",
+            "failures_injected": f"{100 * settings(folder / 'run')['inject']['rate']:g} % of the attempts, at every boundary, without retries",
         },
         sources=sources(folder / "run"),
         figures={

@@ -35,8 +35,8 @@ from farm.types import (
     content_digest,
 )
 from harness.claims import Measurement
-from harness.crowd import Client, Played
-from harness.experiments import async_step, cap, infra_errors, kv, restart, throughput
+from harness.crowd import Client, CrowdPlan, Played
+from harness.experiments import async_step, cap, infra_errors, kv, restart, sandbox_start, throughput
 from harness.lab import Lab
 from harness.profiles import QUICK
 from trainer.config import batch_rules
@@ -45,7 +45,10 @@ from trainer.group import Batcher, batch_digest
 IDLE = EngineLoad(running=0, queued=0, used_tokens=0, max_total_tokens=100, retracted_total=0, generated_tokens_total=0)
 
 
-TIMES = {"ended_at_s": 100.0, "wait_s": 0.0, "train_s": 1.0, "checkpoint_s": 0.0, "publish_s": 0.0}
+TIMES = {
+    "ended_at_s": 100.0, "wait_s": 0.0, "train_s": 1.0, "checkpoint_s": 0.0, "publish_s": 0.0,
+    "episodes": 2, "trained_episodes": 1, "dropped": [],
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -88,6 +91,7 @@ def made_run(path: Path, rows: Sequence[Trajectory], *sets: str, lines: Sequence
         log.seal()
     if lines:
         run.metrics.write_text("".join(json.dumps(TIMES | line) + "\n" for line in lines))
+    (path / "farm.json").write_text(json.dumps({"cluster": {"in_flight_limit": 12}}))
     return run
 
 
@@ -136,13 +140,35 @@ def test_step_time_without_the_cap_over_step_time_with_it(lab: Lab) -> None:
 
 def test_asynchronous_steps_against_synchronous_ones_on_the_same_work(lab: Lab) -> None:
     rows = [trajectory(n, turns=n) for n in (2, 4)]
-    made_stage(lab, "step-sync", rows, lines=took(99.0, 6.0, 7.0, 8.0))
-    made_stage(lab, "step-async", rows, lines=took(99.0, 2.0, 2.0, 2.0))
+    made_stage(lab, "step-sync", rows, "sandbox.start_delay_s=1.5", lines=took(99.0, *[6.0, 8.0] * 5))
+    made_stage(lab, "step-async", rows, lines=took(99.0, *[1.1, 2.9] * 5))
     found = async_step.ratio(lab)
     assert found.estimate is not None
-    assert (found.estimate.value, found.estimate.n) == (3.5, 3)
+    assert (found.estimate.value, found.estimate.n) == (3.5, 10)
+    assert 1.0 < found.estimate.low
     assert found.holds
     assert found.detail["sync"]["wait_share"] > found.detail["async"]["wait_share"]
+    assert found.detail["async"]["lag_1_correlation_of_steps"] < -0.8
+    assert found.detail["sync"]["sandbox"] == "bubblewrap, 1.5 s of start latency added"
+
+
+def test_what_asynchronous_steps_drop_stands_beside_the_ratio(lab: Lab) -> None:
+    rows = [trajectory(n, turns=n, start_s=100.0 + n / 4) for n in (2, 4, 30)]
+    lines = took(99.0, *[1.0, 2.0] * 5)
+    lines[3] |= {"dropped": [{"episode": rows[2].episode_id, "reason": "stale"}]}
+    made_stage(lab, "step-sync", rows[:2], lines=took(99.0, *[6.0, 8.0] * 5))
+    made_stage(lab, "step-async", rows, lines=lines)
+    told = async_step.ratio(lab).detail["async"]
+    assert (told["consumed_episodes"], told["dropped_episodes"], told["trained_episodes"]) == (22, 1, 11)
+    assert told["turns_mean"] == {"dropped": 30.0, "others": 3.0}
+    assert told["in_flight_max"] == 2
+    assert told["s_per_consumed_episode_not_dropped"] == pytest.approx(15.0 / 19, abs=1e-3)
+
+
+def test_two_steps_are_too_few_to_compare(lab: Lab) -> None:
+    for name in ("step-sync", "step-async"):
+        made_stage(lab, name, [trajectory(0)], lines=took(9.0, 1.0))
+    assert async_step.ratio(lab).estimate is None
 
 
 @pytest.mark.parametrize(("lost", "harmless"), [(0, True), (10, False)])
@@ -167,7 +193,7 @@ def test_a_cap_that_costs_successes_is_not_harmless(lab: Lab, lost: int, harmles
 def test_throughput_is_counted_and_its_interval_comes_from_the_durations(lab: Lab) -> None:
     for name, seconds in (("slow", 20.0), ("fast", 5.0)):
         rows = [trajectory(n, seconds=seconds + n / 100, start_s=100.0 + seconds * (n // 8)) for n in range(16)]
-        made_stage(lab, f"throughput-{name}", rows)
+        made_stage(lab, f"throughput-{name}", rows, f"sandbox.start_delay_s={seconds / 2}")
     found = throughput.ratio(lab)
     assert found.estimate is not None
     assert found.estimate.value == pytest.approx(
@@ -176,6 +202,10 @@ def test_throughput_is_counted_and_its_interval_comes_from_the_durations(lab: La
     assert found.estimate.low <= found.estimate.value <= found.estimate.high
     assert 3.5 < found.estimate.value < 4.5
     assert found.detail["slow"]["share_of_time_in_starts"] == 0.5
+    # What the runs say of themselves, not what this code would do today.
+    assert found.detail["slow"]["back_end"] == "bubblewrap, 10 s of start latency added"
+    assert found.detail["fast"]["back_end"] == "bubblewrap, 2.5 s of start latency added"
+    assert found.detail["fast"]["in_flight_at_most"] == 12
     assert found.detail["slow"]["in_flight_mean"] == pytest.approx(8.0, rel=0.02)
     assert holds(found)
 
@@ -198,7 +228,7 @@ def test_headroom_is_the_peak_of_the_looks(lab: Lab, busy: list[tuple[int, int]]
 
 @pytest.mark.parametrize(("blocked", "guarded_timeouts", "answer"), [(10, 0, True), (5, 0, False), (10, 1, False)])
 def test_thrash_needs_the_block_without_and_none_with(
-    lab: Lab, blocked: int, guarded_timeouts: int, answer: bool
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, blocked: int, guarded_timeouts: int, answer: bool
 ) -> None:
     def played(count: int, timeouts: int) -> Played:
         others = [
@@ -211,11 +241,38 @@ def test_thrash_needs_the_block_without_and_none_with(
     folder.mkdir(parents=True)
     (folder / "done.json").write_text("{}")
     crowds = {"alone": played(blocked, 1), "guarded": played(0, guarded_timeouts)}
-    (folder / "crowds.json").write_text(json.dumps({name: asdict(one) for name, one in crowds.items()}))
-    found = kv.thrash(lab)
+    plan = CrowdPlan(
+        endless=1, others=10, budget_tokens=100, longest_tokens=50, cap_tokens=20, timeout_s=8.0, fill_s=9.0
+    )
+    written = {"plan": asdict(plan), "played": {name: asdict(one) for name, one in crowds.items()}}
+    (folder / "crowds.json").write_text(json.dumps(written))
+    # It was played by its own plan, whatever today's is.
+    monkeypatch.setattr(kv, "ENDLESS", 99)
+    monkeypatch.setattr(kv, "CAP_TOKENS", 99)
+    found = kv.thrash(replace(lab, profile=replace(QUICK, thrash_timeout_s=60.0)))
     assert found.estimate is not None
     assert found.estimate.value == 10 * blocked
+    assert (found.detail["endless"], found.detail["cap_tokens"], found.detail["timeout_s"]) == (1, 20, 8.0)
     assert holds(found) is answer
+
+
+def test_starts_are_judged_by_batch_and_told_as_they_were_made(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = lab.folder / "sandbox"
+    folder.mkdir(parents=True)
+    (folder / "done.json").write_text("{}")
+    loaded = [at + n for at in (50.0, 60.0, 70.0) for n in (-1.0, 0.0, 0.0, 1.0)]
+    starts = {"start_ms": [10.0], "start_cpu_ms": [8.0], "exec_ms": [1.0], "stop_ms": [1.0]}
+    written = {"concurrent": 4, "back_end": "bubblewrap", "alone": starts}
+    written["loaded"] = starts | {"start_ms": loaded, "start_cpu_ms": [9.0] * 12}
+    (folder / "starts.json").write_text(json.dumps(written))
+    monkeypatch.setattr(sandbox_start, "CONCURRENT", 384)
+    found = sandbox_start.median(lab)
+    assert found.estimate is not None
+    assert (found.estimate.value, found.estimate.n) == (pytest.approx(0.06), 3)
+    assert found.estimate.high - found.estimate.low == pytest.approx(2 * 4.303 * 0.01 / 3**0.5, rel=1e-3)
+    assert "4 starts at once" in found.unit
+    assert set(found.figures["sandbox_start"]) == {"alone", "4 at once"}
+    assert found.detail["cpu_per_start_ms"] == {"alone": 8.0, "loaded": 9.0}
 
 
 def test_a_client_counts_the_time_between_tokens_also_over_a_request_given_up() -> None:
@@ -304,7 +361,7 @@ def test_a_restart_is_survived_when_every_step_is_bit_equal(lab: Lab, differing:
 def test_infrastructure_errors_are_logged_and_stay_out_of_gradients(lab: Lab) -> None:
     trained_policy(lab)
     training(lab)
-    plan = FaultPlan(rate=infra_errors.RATE, seed=infra_errors.SEED)
+    plan = FaultPlan(rate=0.05, seed=7)  # the run's, not this code's
     clean = [trajectory(n, index=i, passed=i == 0) for n in range(100) for i in range(4)]
     made_stage(lab, "eval-base", clean)
     faulty = [
@@ -312,7 +369,7 @@ def test_infrastructure_errors_are_logged_and_stay_out_of_gradients(lab: Lab) ->
         else replace(row, outcome=Failed(boundary=where, kind="injected", message=""), end_reason=EndReason.FAILED)
         for row in clean
     ]  # fmt: skip
-    made_stage(lab, "infra", faulty)
+    made_stage(lab, "infra", faulty, "inject.rate=0.05", "inject.seed=7")
     found = infra_errors.rate(lab)
     assert holds(found)
     assert found.detail["logged_as_failed"] == found.detail["injected"] > 3
