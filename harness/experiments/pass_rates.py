@@ -90,7 +90,7 @@ def _measurement(
 ) -> Measurement:
     trajectories = landed(run)
     rates = metrics.task_rates(trajectories)
-    both = stats.weighted_mean(rates.failed, rates.weights)
+    both = stats.weighted_mean(rates.as_zero, rates.all_weights)
     rated = stats.pass_rate(rates.task_passed, rates.task_graded, rates.weights)
     common = {
         "passed": rates.passed,
