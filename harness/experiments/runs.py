@@ -69,8 +69,8 @@ def step_seconds(lines: list[dict[str, Any]]) -> Floats:
 def rambling(lab: Lab, name: str, *, mode: str, capped: bool, sandbox: tuple[str, ...] = ()) -> Path:
     """A short training on few groups per step of the base policy, which hardly ever finds an end by itself: the long
     tail of trajectories that a cap is for, and that asynchronous steps do not wait for. It hardly learns, so that steps
-    early and late have the same work: at the usual learning rate trajectories are half as long after a dozen steps. ``sandbox``:
-    settings of another sandbox back end than the profile's."""
+    early and late have the same work: at the usual learning rate trajectories are half as long after a dozen steps.
+    ``sandbox``: settings of another sandbox back end than the profile's."""
     profile = lab.profile
     settings = (
         f"rollout.groups_per_step={profile.tail_groups}",

@@ -145,7 +145,7 @@ def test_asynchronous_steps_against_synchronous_ones_on_the_same_work(lab: Lab) 
     found = async_step.ratio(lab)
     assert found.estimate is not None
     assert (found.estimate.value, found.estimate.n) == (3.5, 10)
-    assert 1.0 < found.estimate.low
+    assert found.estimate.low > 1.0
     assert found.holds
     assert found.detail["sync"]["wait_share"] > found.detail["async"]["wait_share"]
     assert found.detail["async"]["lag_1_correlation_of_steps"] < -0.8
@@ -301,12 +301,56 @@ def test_a_jump_at_a_kill_is_told_from_noise() -> None:
     assert found["p"][1] < 1e-4 < min(found["p"][0], found["p"][2])
 
 
-def test_jumps_need_values() -> None:
-    assert restart.jumps([None] * 20, [5])["jumps"] == []
-    assert restart.jumps([1.0], [1])["jumps"] == []
+def test_a_kill_without_values_around_it_has_no_answer_and_one_with_them_has() -> None:
+    assert restart.jumps([None] * 20, [5])["p"] == [None]
+    assert restart.jumps([1.0], [1])["p"] == [None]
     assert restart.jumps([1.0] * 20, [5])["p"] == [1.0]
     some = restart.jumps([1.0, None, 2.0, 1.0, None, 2.0, 1.0, 2.0] * 3, [4, 12])
-    assert len(some["p"]) == len(some["steps"])
+    assert len(some["p"]) == 2
+    assert None not in some["p"]
+    assert restart.levels([None] * 20, [5], rate=True)["p"] == [None]
+    assert restart.levels([1.0] * 20, [2, 5], rate=False)["p"] == [None, 1.0]
+
+
+KILLED, STEPS = [36, 72, 109], np.arange(145)
+BAND = restart.ALPHA / 12
+
+
+def worst(values: np.ndarray, *, rate: bool = False) -> float:
+    return min(restart.levels(values.tolist(), KILLED, rate=rate)["p"])
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        np.where(STEPS >= 90, 1000.0, 1.0),  # a blow-up that begins away from any kill
+        np.where(STEPS >= 72, 1.0 + (STEPS - 72) / 36, 1.0),  # a drift that begins at one
+        1.0 + STEPS / 10,  # a drift all along
+        np.where(STEPS >= 72, 1.6, 1.0),  # a step to a higher level
+    ],
+)
+def test_a_blow_up_or_a_drift_after_a_kill_leaves_the_band(harm: np.ndarray) -> None:
+    noise = np.exp(np.random.default_rng(2).normal(0.0, 0.3, size=145))
+    assert worst(noise) > BAND
+    assert worst(noise * harm) < BAND
+
+
+def test_a_pass_rate_that_falls_leaves_the_band_and_one_that_rises_does_not() -> None:
+    noise = np.random.default_rng(3).normal(0.0, 0.15, size=145)
+    assert worst(0.6 - 0.4 * STEPS / 145 + noise, rate=True) < BAND
+    assert worst(0.2 + 0.4 * (1 - np.exp(-STEPS / 30)) + noise, rate=True) > BAND
+
+
+def test_a_run_that_learns_raises_no_alarm() -> None:
+    """Curves that learn fast at first: an entropy that falls and levels out, a gradient that grows by a half. At 5 %
+    over twelve tests, 40 runs of two curves (six tests) give one alarm."""
+    draw, alarms = np.random.default_rng(4), 0
+    for _ in range(40):
+        noise = np.exp(draw.normal(0.0, 0.3, size=(2, 145)))
+        entropy = (0.25 + 0.2 * np.exp(-STEPS / 30)) * noise[0]
+        gradient = (1.0 + 0.5 * STEPS / 145) * noise[1]
+        alarms += min(worst(entropy), worst(gradient)) < BAND
+    assert alarms <= 4
 
 
 SETTINGS = ("rollout.groups_per_step=1", "rollout.group_size=4", "rollout.min_attempts=3")
@@ -344,6 +388,20 @@ def replayed(lab: Lab, lines: list[dict[str, Any]], *, differing: int | None = N
     (lab.folder / "restart" / "replay.json").write_text(json.dumps({"steps": steps}))
     kills = [{"after_step": step, "at_s": 0.0} for step in (3, 6, 9)]
     (lab.folder / "restart" / "kills.json").write_text(json.dumps({"kills": kills}))
+
+
+def test_curves_with_a_value_that_is_not_finite_are_no_survival(lab: Lab) -> None:
+    trained_policy(lab)
+    lines = training(lab)
+    replayed(lab, lines)
+    for line in lines:
+        line["grad_norm"] = float("nan")
+    metrics = lab.folder / "restart" / "run" / "trainer" / "metrics.jsonl"
+    metrics.write_text("".join(json.dumps(TIMES | line) + "\n" for line in lines))
+    found = restart.survived(lab)
+    assert found.detail["values_not_finite"] == 12
+    assert found.detail["tests_without_an_answer"] == 6
+    assert found.holds is False
 
 
 @pytest.mark.parametrize("differing", [None, 7])
