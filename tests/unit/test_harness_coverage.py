@@ -78,6 +78,19 @@ def test_the_paired_difference_covers() -> None:
     assert 0.93 <= held / REPEATS <= 0.97
 
 
+@pytest.mark.parametrize("losing", [0.01, 0.02])
+def test_the_paired_difference_covers_where_few_tasks_differ(losing: float) -> None:
+    """And its interval leaves zero out only where the test says so. (Wider than 95 %: counts this small are coarse.)"""
+    rng = np.random.default_rng(8)
+    held, base = 0, np.full(TASKS, 0.5)
+    for _ in range(200):
+        estimate, p = stats.paired_difference(base - 0.25 * (rng.random(TASKS) < losing), base)
+        held += estimate.low <= -0.25 * losing <= estimate.high
+        assert p < 0.05 or estimate.low <= 0.0 <= estimate.high
+        assert estimate.low < estimate.high
+    assert held / 200 >= 0.95
+
+
 @pytest.mark.parametrize("carried", [-0.8, 0.0, 0.3])
 def test_the_ratio_of_two_series_covers_however_neighbours_hang_together(carried: float) -> None:
     """Batches leave a little of a positive correlation, and all the more room with a negative one."""
