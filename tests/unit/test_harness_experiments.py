@@ -36,7 +36,7 @@ from farm.types import (
 )
 from harness.claims import Measurement
 from harness.crowd import Client, CrowdPlan, Played
-from harness.experiments import async_step, cap, infra_errors, kv, restart, sandbox_start, throughput
+from harness.experiments import async_step, cap, infra_errors, kv, restart, sandbox_start, separation, throughput
 from harness.lab import Lab
 from harness.profiles import QUICK
 from trainer.config import batch_rules
@@ -439,3 +439,50 @@ def test_infrastructure_errors_are_logged_and_stay_out_of_gradients(lab: Lab) ->
     hits = [row for row in faulty if isinstance(row.outcome, Failed) and row.index == 0]
     assert bias["counted_as_zero"]["points"] == pytest.approx(-100 * len(hits) / 400, abs=0.01)
     assert bias["left_out"]["tasks"] == 100
+
+
+# ------------------------------------------------------------------------------------------ separation
+
+
+def separated(lab: Lab, events: Sequence[tuple[str, str, float, int]], *, trainer: str = "12") -> Measurement:
+    """Three versions, ten seconds apart; ``events``: (kind, engine, at_s, step)."""
+    (lab.folder / "sft" / "policy").mkdir(parents=True)
+    (lab.folder / "sft" / "done.json").write_text('{"wall_s": 1.0, "commit": null}')
+    run = made_stage(lab, "rl", [trajectory(0)], lines=took(1.0, 1.0))
+    log = PolicyLog(run.policies)
+    for step in range(3):
+        log.publish(step, lambda folder: (folder / "w.safetensors").write_text("w"), consumed_groups=0)
+    (run.path / "farm.lock").write_text("11")
+    (run.path / "trainer" / "trainer.lock").write_text(trainer)
+    (run.path / "trainer" / "config.json").write_text("{}")
+    rows = [{"kind": kind, "url": url, "at_s": at_s, "step": step} for kind, url, at_s, step in events]
+    (run.logs / "engines.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    separation.landed(run.path)  # makes the derived log, in which the times are then set
+    place = run.path / "derived" / "policies.json"
+    found = json.loads(place.read_text())
+    for step, version in enumerate(found["versions"]):
+        version["published_at_s"] = 100.0 + 10 * step
+    place.write_text(json.dumps(found))
+    return separation.latency(lab)
+
+
+UP = [("up", "a", 99.0, 0), ("up", "b", 99.0, 0), ("live", "a", 111.0, 1), ("live", "a", 121.0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("events", "trainer", "answer"),
+    [
+        ([*UP, ("live", "b", 112.0, 1), ("live", "b", 122.0, 2)], "12", True),
+        ([*UP, ("live", "b", 120.0, 2)], "12", True),  # version 1 skipped: version 2 was out
+        ([*UP, ("live", "b", 120.5, 2)], "12", False),  # on version 1 or newer only after more than a step
+        ([*UP, ("live", "b", 112.0, 1)], "12", False),  # never on version 2
+        ([*UP, ("live", "b", 112.0, 1), ("down", "b", 115.0, 0)], "12", True),  # gone before version 2
+        ([*UP, ("live", "b", 112.0, 1), ("live", "b", 122.0, 2)], "11", False),  # one process is both
+    ],
+)
+def test_every_engine_is_on_each_version_or_a_newer_one_in_time(
+    lab: Lab, events: list[tuple[str, str, float, int]], trainer: str, answer: bool
+) -> None:
+    found = separated(lab, events, trainer=trainer)
+    assert found.detail["separate_processes"] == (2 if trainer == "12" else 1)
+    assert found.holds is answer
