@@ -13,7 +13,7 @@ import numpy as np
 from harness import crowd, stats
 from harness.claims import Measurement
 from harness.crowd import CrowdPlan
-from harness.experiments.runs import landed, most_in_flight, policies, settings, sources
+from harness.experiments.runs import embedded_only, landed, most_in_flight, policies, settings, sources
 from harness.lab import Lab
 from harness.stats import Estimate
 
@@ -66,6 +66,8 @@ def headroom(lab: Lab) -> Measurement:
 
 
 def thrash(lab: Lab) -> Measurement:
+    if elsewhere := embedded_only(lab, "engine"):
+        return elsewhere
     plan = CrowdPlan(
         endless=ENDLESS,
         others=OTHERS,

@@ -11,7 +11,9 @@ import numpy as np
 
 from farm.types import PolicyVersion, Trajectory
 from harness import derived
+from harness.claims import Measurement
 from harness.lab import Lab
+from harness.profiles import EMBEDDED
 from harness.stats import Floats
 
 _STANDING_STILL = 1e-9  # learning rate
@@ -49,6 +51,17 @@ def most_in_flight(rows: list[Trajectory]) -> int:
     """The most that ran at the same time."""
     changes = [(t.started_at_s, 1) for t in rows] + [(t.ended_at_s, -1) for t in rows]
     return max(itertools.accumulate(change for _, change in sorted(changes)))
+
+
+def embedded_only(lab: Lab, role: str) -> Measurement | None:
+    """The answer of an experiment that can only measure the embedded ``role``, where the profile has another back end;
+    None where it may go on. What an embedded part did is never told of another one."""
+    name = lab.profile.back_ends[role]
+    if name == EMBEDDED[role]:
+        return None
+    return Measurement(
+        estimate=None, unit="", holds=None, detail={"not_compared": f"not run: embedded {role} only, here it is {name}"}
+    )
 
 
 def policies(run: Path) -> list[PolicyVersion]:
