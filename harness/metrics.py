@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,6 +64,25 @@ def task_rates(trajectories: Iterable[Trajectory]) -> TaskRates:
         passed=sum(passed.values()),
         failures=sum(failures.values()),
         ungraded=tuple(sorted(task for task in weights if not graded[task])),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strata:
+    """What each task of :attr:`TaskRates.ids` was drawn from. ``labels``: [T]; ``dataset``: the name that all have in
+    common, empty when there are several."""
+
+    labels: tuple[str, ...]
+    dataset: str
+
+
+def strata(trajectories: Iterable[Trajectory], ids: Sequence[str]) -> Strata:
+    """``ids``: tasks that ``trajectories`` attempted."""
+    first = {t.instance_id: t for t in trajectories}
+    datasets = {first[task].dataset for task in ids}
+    return Strata(
+        labels=tuple(", ".join(f"{k} {v}" for k, v in sorted(first[task].strata.items())) for task in ids),
+        dataset=datasets.pop() if len(datasets) == 1 else "",
     )
 
 

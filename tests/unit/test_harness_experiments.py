@@ -36,9 +36,21 @@ from farm.types import (
 )
 from harness.claims import Measurement
 from harness.crowd import Client, CrowdPlan, Played
-from harness.experiments import async_step, cap, infra_errors, kv, restart, sandbox_start, separation, throughput
+from harness.experiments import (
+    async_step,
+    cap,
+    disjoint,
+    infra_errors,
+    kv,
+    pass_rates,
+    restart,
+    sandbox_start,
+    separation,
+    throughput,
+    twin_check,
+)
 from harness.lab import Lab
-from harness.profiles import QUICK
+from harness.profiles import QUICK, cluster
 from trainer.config import batch_rules
 from trainer.group import Batcher, batch_digest
 
@@ -486,3 +498,70 @@ def test_every_engine_is_on_each_version_or_a_newer_one_in_time(
     found = separated(lab, events, trainer=trainer)
     assert found.detail["separate_processes"] == (2 if trainer == "12" else 1)
     assert found.holds is answer
+
+
+# ------------------------------------------------------------------------------------------ pass rates, lists, cluster
+
+
+def stratified(lab: Lab, dataset: str) -> dict[str, Any]:
+    rows = [
+        replace(
+            trajectory(n, index=i, passed=n % 4 > i), dataset=dataset, strata={"size": "small" if n < 30 else "large"}
+        )
+        for n in range(100)
+        for i in range(2)
+    ]
+    made_stage(lab, "eval-base", rows)
+    found: dict[str, Any] = pass_rates.base(lab).detail["stratified"]
+    return found
+
+
+def test_a_score_is_told_by_strata_and_for_the_population_that_there_is(lab: Lab) -> None:
+    endless = stratified(lab, "micro/benchmark")
+    assert endless["strata"] == 2
+    assert "endless" in endless["drawn_from"]
+    whole = stratified(replace(lab, folder=lab.folder / "2"), "swebench/SWE-bench_Verified_test@0123456789ab")
+    assert (whole["strata"], whole["value"]) == (1, endless["value"])
+    assert "500 tasks" in whole["drawn_from"]
+    assert whole["standard_error_points"] < endless["standard_error_points"]  # a fifth of it was looked at
+
+
+def test_the_real_lists_are_found_beside_the_project_and_where_the_environment_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside, given = tmp_path / "shared" / "data", tmp_path / "given"
+    for folder in (beside, given):
+        folder.mkdir(parents=True)
+        (folder / disjoint.VERIFIED).write_text("")
+    (beside / disjoint.REPOSITORIES).write_text("")
+    root = tmp_path / "clones" / "project"
+    monkeypatch.delenv(disjoint.LISTS, raising=False)
+    assert disjoint._found(disjoint.VERIFIED, root) == beside / disjoint.VERIFIED
+    monkeypatch.setenv(disjoint.LISTS, str(given))
+    assert disjoint._found(disjoint.VERIFIED, root) == given / disjoint.VERIFIED
+    assert disjoint._found(disjoint.REPOSITORIES, root) == beside / disjoint.REPOSITORIES
+    assert disjoint._found("other", root) == given / "other"
+
+
+@pytest.mark.parametrize("experiment", [kv.thrash, twin_check.within])
+def test_what_only_embedded_parts_can_do_is_not_told_of_others(lab: Lab, experiment: Any) -> None:
+    found = experiment(replace(lab, profile=cluster({})))
+    assert found.estimate is found.holds is None
+    assert found.detail == {"not_compared": "not run: embedded engine only, here it is sglang"}
+
+
+def test_the_twin_is_judged_by_one_figure_and_its_wait_is_told_beside(lab: Lab) -> None:
+    trained_policy(lab)
+    made_stage(lab, "eval-base", [trajectory(0)])
+    stage = lab.folder / "twin-check"
+    stage.mkdir()
+    (stage / "done.json").write_text("{}")
+    pairs = {"throughput": (11.0, 10.0), "step time": (9.5, 10.0), "wait share": (0.1, 0.5)}
+    checks = [{"name": name, "unit": "", "predicted": a, "measured": b} for name, (a, b) in pairs.items()]
+    written = {"checks": checks[:2], "beside": checks[2:], "overhead_cpu_s": 0.01, "fitted_on": "run"}
+    (stage / "check.json").write_text(json.dumps(written))
+    found = twin_check.within(replace(lab, profile=replace(QUICK, name="full")))
+    assert found.estimate is not None
+    assert (found.estimate.value, found.estimate.n) == (pytest.approx(10.0), 1)
+    assert found.detail["not_judged"]["wait share"]["error_percent"] == -80.0
+    assert holds(found)
