@@ -34,6 +34,7 @@ from farm.types import (
     VersionSpan,
     content_digest,
 )
+from harness import derived
 from harness.claims import Measurement
 from harness.crowd import Client, CrowdPlan, Played
 from harness.experiments import (
@@ -280,7 +281,8 @@ def test_starts_are_judged_by_batch_and_told_as_they_were_made(lab: Lab, monkeyp
     monkeypatch.setattr(sandbox_start, "CONCURRENT", 384)
     found = sandbox_start.median(lab)
     assert found.estimate is not None
-    assert (found.estimate.value, found.estimate.n) == (pytest.approx(0.06), 3)
+    assert found.estimate.value == pytest.approx(0.06)
+    assert found.estimate.n == 3
     assert found.estimate.high - found.estimate.low == pytest.approx(2 * 4.303 * 0.01 / 3**0.5, rel=1e-3)
     assert "4 starts at once" in found.unit
     assert set(found.figures["sandbox_start"]) == {"alone", "4 at once"}
@@ -329,7 +331,7 @@ BAND = restart.ALPHA / 12
 
 
 def worst(values: np.ndarray, *, rate: bool = False) -> float:
-    return min(restart.levels(values.tolist(), KILLED, rate=rate)["p"])
+    return min(map(float, restart.levels(values.tolist(), KILLED, rate=rate)["p"]))
 
 
 @pytest.mark.parametrize(
@@ -456,6 +458,10 @@ def test_infrastructure_errors_are_logged_and_stay_out_of_gradients(lab: Lab) ->
 # ------------------------------------------------------------------------------------------ separation
 
 
+def _weights(folder: Path) -> None:
+    (folder / "w.safetensors").write_text("w")
+
+
 def separated(lab: Lab, events: Sequence[tuple[str, str, float, int]], *, trainer: str = "12") -> Measurement:
     """Three versions, ten seconds apart; ``events``: (kind, engine, at_s, step)."""
     (lab.folder / "sft" / "policy").mkdir(parents=True)
@@ -463,13 +469,13 @@ def separated(lab: Lab, events: Sequence[tuple[str, str, float, int]], *, traine
     run = made_stage(lab, "rl", [trajectory(0)], lines=took(1.0, 1.0))
     log = PolicyLog(run.policies)
     for step in range(3):
-        log.publish(step, lambda folder: (folder / "w.safetensors").write_text("w"), consumed_groups=0)
+        log.publish(step, _weights, consumed_groups=0)
     (run.path / "farm.lock").write_text("11")
     (run.path / "trainer" / "trainer.lock").write_text(trainer)
     (run.path / "trainer" / "config.json").write_text("{}")
     rows = [{"kind": kind, "url": url, "at_s": at_s, "step": step} for kind, url, at_s, step in events]
     (run.logs / "engines.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    separation.landed(run.path)  # makes the derived log, in which the times are then set
+    derived.trajectories(run.path)  # makes the derived log, in which the times are then set
     place = run.path / "derived" / "policies.json"
     found = json.loads(place.read_text())
     for step, version in enumerate(found["versions"]):
@@ -562,6 +568,7 @@ def test_the_twin_is_judged_by_one_figure_and_its_wait_is_told_beside(lab: Lab) 
     (stage / "check.json").write_text(json.dumps(written))
     found = twin_check.within(replace(lab, profile=replace(QUICK, name="full")))
     assert found.estimate is not None
-    assert (found.estimate.value, found.estimate.n) == (pytest.approx(10.0), 1)
+    assert found.estimate.value == pytest.approx(10.0)
+    assert found.estimate.n == 1
     assert found.detail["not_judged"]["wait share"]["error_percent"] == -80.0
     assert holds(found)
