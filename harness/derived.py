@@ -8,6 +8,7 @@ into one event each, all from the trajectory's start.
 
     derived/trajectories.parquet   the rows; its metadata holds the digests of the raw shards they came from
     derived/policies.json          the published policies, without weights
+    derived/processes.json         the ids of the processes that held the run as its farm and as its trainer
 """
 
 from __future__ import annotations
@@ -46,9 +47,11 @@ from farm.types import (
     content_digest,
 )
 
-FOLDER, ROWS, POLICIES = "derived", "trajectories.parquet", "policies.json"
+FOLDER, ROWS, POLICIES, PROCESSES = "derived", "trajectories.parquet", "policies.json", "processes.json"
 SCHEMA_VERSION = 1
 NOT_KEPT = "(not kept)"  # in place of a text that was there
+
+_LOCKS = {"farm": "farm.lock", "trainer": "trainer/trainer.lock"}  # each holds the id of the process that took it
 
 _VERSION_KEY, _SHARDS_KEY = b"rollout_farm.derived_version", b"rollout_farm.shards"
 
@@ -151,6 +154,13 @@ def policies(run: Path) -> list[PolicyVersion]:
     return [PolicyVersion(**row | {"path": str(run / row["path"])}) for row in rows]
 
 
+def processes(run: Path) -> dict[str, int]:
+    """``farm`` and ``trainer`` -> the id of the (last) process that was it; without those that there were none of."""
+    place = _ensure(run).with_name(PROCESSES)
+    found: dict[str, int] = json.loads(place.read_text()) if place.exists() else {}
+    return found
+
+
 def _ensure(run: Path) -> Path:
     """The run's derived log, made anew when the raw log has other shards than it was made from."""
     rows = run / FOLDER / ROWS
@@ -161,12 +171,17 @@ def _ensure(run: Path) -> Path:
         return rows
     log = DirectoryLog(raw, create=False)
     digests = tuple(shard.digest for shard in log.shards())
-    if not rows.exists() or _digests(rows) != digests:
+    stale = not rows.exists() or _digests(rows) != digests
+    if stale:
         rows.parent.mkdir(exist_ok=True)
         write(rows, (t for _, t in log.read(Cursor())), shards=digests, whole=middle_step(run))
         has_policies = (run / "policies" / "log.json").exists()
         published = PolicyLog(run / "policies", create=False).history() if has_policies else ()
         write_json(rows.with_name(POLICIES), {"versions": [asdict(v) | {"path": _below(run, v)} for v in published]})
+    if stale or not rows.with_name(PROCESSES).exists():
+        locks = {name: run / lock for name, lock in _LOCKS.items()}
+        held = {name: int(lock.read_text()) for name, lock in locks.items() if lock.exists()}
+        write_json(rows.with_name(PROCESSES), held)
     return rows
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,16 +14,19 @@ from harness.stats import Floats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskRates:
-    """Pass rate of each task, in the order of ``ids``. All arrays [T].
+    """Pass rate of each task in both denominators.
 
-    ``excluded`` leaves failed attempts out (per protocol), ``failed`` counts them as not passed (intention to treat); a
-    task without a single graded attempt is left out of both, and named in ``ungraded``. ``task_passed`` and
-    ``task_graded`` are the counts behind ``excluded``."""
+    ``excluded`` leaves failed attempts out (per protocol): of the tasks ``ids`` that have a graded attempt, [T], as are
+    ``weights`` and the counts behind it, ``task_passed`` and ``task_graded``. ``as_zero`` counts failed attempts as not
+    passed (intention to treat): of *all* tasks ``all_ids``, [A], as is ``all_weights``; a task that only failed scores
+    zero there, and is named in ``ungraded``."""
 
     ids: tuple[str, ...]
     excluded: Floats
-    failed: Floats
     weights: Floats
+    all_ids: tuple[str, ...]
+    as_zero: Floats
+    all_weights: Floats
     task_passed: Floats
     task_graded: Floats
     graded: int
@@ -45,18 +48,41 @@ def task_rates(trajectories: Iterable[Trajectory]) -> TaskRates:
             passed[task] += outcome.evidence.resolved
         elif isinstance(outcome, Failed):
             failures[task] += 1
-    ids = tuple(sorted(task for task in weights if graded[task]))
+    # A trajectory that was dropped is neither graded nor a failure: it says nothing of its task.
+    everyone = tuple(sorted(task for task in weights if graded[task] + failures[task]))
+    ids = tuple(task for task in everyone if graded[task])
     return TaskRates(
         ids=ids,
         excluded=np.array([passed[t] / graded[t] for t in ids]),
-        failed=np.array([passed[t] / (graded[t] + failures[t]) for t in ids]),
         weights=np.array([weights[t] for t in ids]),
+        all_ids=everyone,
+        as_zero=np.array([passed[t] / (graded[t] + failures[t]) for t in everyone]),
+        all_weights=np.array([weights[t] for t in everyone]),
         task_passed=np.array([passed[t] for t in ids], dtype=np.float64),
         task_graded=np.array([graded[t] for t in ids], dtype=np.float64),
         graded=sum(graded.values()),
         passed=sum(passed.values()),
         failures=sum(failures.values()),
         ungraded=tuple(sorted(task for task in weights if not graded[task])),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strata:
+    """What each task of :attr:`TaskRates.ids` was drawn from. ``labels``: [T]; ``dataset``: the name that all have in
+    common, empty when there are several."""
+
+    labels: tuple[str, ...]
+    dataset: str
+
+
+def strata(trajectories: Iterable[Trajectory], ids: Sequence[str]) -> Strata:
+    """``ids``: tasks that ``trajectories`` attempted."""
+    first = {t.instance_id: t for t in trajectories}
+    datasets = {first[task].dataset for task in ids}
+    return Strata(
+        labels=tuple(", ".join(f"{k} {v}" for k, v in sorted(first[task].strata.items())) for task in ids),
+        dataset=datasets.pop() if len(datasets) == 1 else "",
     )
 
 

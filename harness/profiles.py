@@ -41,8 +41,7 @@ class Profile:
     (``section.key=value``) choose the back ends named in ``back_ends``. ``*_groups`` are groups per step,
     ``tail_steps`` those of each run with a long tail of trajectories.
     ``capped`` and ``uncapped``: settings with the cap on a trajectory's length that is judged, and without;
-    ``slow_sandbox`` and ``fast_sandbox``: the two back ends of the throughput comparison, and ``throughput_note`` what
-    they are."""
+    ``slow_sandbox`` and ``fast_sandbox``: the two back ends of the throughput comparison."""
 
     name: str
     workers: int
@@ -61,7 +60,6 @@ class Profile:
     throughput_slots: int  # of each worker
     slow_sandbox: tuple[str, ...]
     fast_sandbox: tuple[str, ...]
-    throughput_note: str
     thrash_timeout_s: float
     restart_steps: int
     infra_tasks: int
@@ -78,7 +76,6 @@ class Profile:
 _PATIENT = ("limits.agent_s=240", "limits.episode_s=300")
 _CAPPED = ("limits.max_turns=24", *_PATIENT)
 _UNCAPPED = ("limits.max_turns=64", *_PATIENT)
-_DELAYED = "the embedded sandbox with the start latency of the reference's back ends added"
 _QUICK_S: dict[str, float] = {
     "eval": 10, "sft": 10, "rl": 20, "cap": 15, "step": 15, "infra": 10, "sandbox": 2, "throughput": 11, "kv": 21,
     "restart": 38, "disjoint": 1,
@@ -104,9 +101,8 @@ QUICK = Profile(
     throughput_tasks=16,
     throughput_attempts=1,
     throughput_slots=16,
-    slow_sandbox=("sandbox.start_delay_s=1.17",),
+    slow_sandbox=("sandbox.start_delay_s=1.17",),  # a tenth of the reference's start latencies
     fast_sandbox=("sandbox.start_delay_s=0.19",),
-    throughput_note=f"{_DELAYED}, a tenth of it: 1.17 s and 0.19 s",
     thrash_timeout_s=3.0,
     restart_steps=8,
     infra_tasks=20,
@@ -128,9 +124,8 @@ FULL = Profile(
     throughput_tasks=32,
     throughput_attempts=2,
     throughput_slots=16,
-    slow_sandbox=("sandbox.start_delay_s=11.7",),
+    slow_sandbox=("sandbox.start_delay_s=11.7",),  # the reference's start latencies
     fast_sandbox=("sandbox.start_delay_s=1.9",),
-    throughput_note=f"{_DELAYED}: 11.7 s and 1.9 s",
     thrash_timeout_s=8.0,
     restart_steps=145,
     infra_tasks=100,
@@ -162,7 +157,6 @@ def cluster(environment: Mapping[str, str]) -> Profile:
         throughput_slots=192,
         slow_sandbox=("sandbox.provider=docker",),
         fast_sandbox=(f"sandbox.provider={sandbox}",),
-        throughput_note=f"Docker on the local machine against {sandbox or 'unset'}",
         thrash_timeout_s=600.0,
         restart_steps=145,
         infra_tasks=100,

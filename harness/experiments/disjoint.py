@@ -16,12 +16,13 @@ from harness.lab import Lab
 from harness.provenance import ROOT
 from harness.stats import Estimate
 
-LISTS = "ROLLOUT_FARM_DATA"  # folder with SWE-bench_Verified_test.parquet and train_bench_repos.json
+VERIFIED, REPOSITORIES = "SWE-bench_Verified_test.parquet", "train_bench_repos.json"
+LISTS = "ROLLOUT_FARM_DATA"  # the folder with both
+BESIDE = Path("shared") / "data"  # where they are looked for as well, beside the project or a folder that it lies in
 
 
 def overlaps(lab: Lab) -> Measurement:
-    folder = Path(os.environ.get(LISTS) or ROOT.parent / "shared" / "data")
-    real = (folder / "SWE-bench_Verified_test.parquet", folder / "train_bench_repos.json")
+    real = (_found(VERIFIED), _found(REPOSITORIES))
 
     def work(stage: Path) -> None:
         checked = {"micro": _micro(), "real_lists": _real_lists(*real)}
@@ -36,6 +37,13 @@ def overlaps(lab: Lab) -> Measurement:
         holds=not micro["overlaps"],
         detail=checked,
     )
+
+
+def _found(name: str, root: Path = ROOT) -> Path:
+    """The file of the first folder that has it; where it should be when none has."""
+    given = os.environ.get(LISTS)
+    folders = [*([Path(given)] if given else []), *(parent / BESIDE for parent in root.parents)]
+    return next((folder / name for folder in folders if (folder / name).is_file()), folders[0] / name)
 
 
 def _micro() -> dict[str, Any]:

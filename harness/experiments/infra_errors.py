@@ -7,9 +7,8 @@ from the log: they are those that the trainer recorded, and no failed attempt is
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ from farm.types import Boundary, Cursor, Failed, Graded, Trajectory
 from harness import metrics, stats
 from harness.claims import Measurement
 from harness.experiments import restart
-from harness.experiments.runs import landed, sources, steps
+from harness.experiments.runs import landed, settings, sources, steps
 from harness.lab import Lab
 from harness.stats import Estimate, Floats
 from trainer.config import batch_rules
@@ -31,7 +30,8 @@ RATE, SEED = restart.FAULT_RATE, restart.SEED
 def rate(lab: Lab) -> Measurement:
     run = lab.faulty(lab.profile.policy, rate=RATE, seed=SEED)
     trajectories = landed(run)
-    plan = FaultPlan(rate=RATE, seed=SEED)
+    injected = settings(run)["inject"]  # as this run was made; the constants may have changed since
+    plan = FaultPlan(rate=injected["rate"], seed=injected["seed"])
     planned = {t.episode_id: plan.boundary(t.episode_id, 1) for t in trajectories}
     hit = [t for t in trajectories if planned[t.episode_id] is not None]
     # A grading fault is only met by an episode that came as far as being graded by tests.
@@ -43,7 +43,7 @@ def rate(lab: Lab) -> Measurement:
     rates = metrics.task_rates(trajectories)
     clean = metrics.task_rates(landed(lab.evaluate("base", lab.profile.policy)))
     excluded = stats.weighted_mean(rates.excluded, rates.weights)
-    as_zero = stats.weighted_mean(rates.failed, rates.weights)
+    as_zero = stats.weighted_mean(rates.as_zero, rates.all_weights)
     training = lab.restarted(kills=restart.KILLS, rate=RATE, seed=SEED) / "run"
     return Measurement(
         estimate=Estimate(value=100 * share.value, low=100 * share.low, high=100 * share.high, n=share.n),
@@ -58,8 +58,8 @@ def rate(lab: Lab) -> Measurement:
             "pass_at_1_failures_excluded": round(100 * excluded.value, 2),
             "pass_at_1_failures_as_zero": round(100 * as_zero.value, 2),
             "bias_against_the_run_without_failures": {
-                "counted_as_zero": _bias(_scores(rates, rates.failed) | dict.fromkeys(rates.ungraded, 0.0), clean),
-                "left_out": _bias(_scores(rates, rates.excluded), clean),
+                "counted_as_zero": _bias(_scores(rates.all_ids, rates.as_zero), clean),
+                "left_out": _bias(_scores(rates.ids, rates.excluded), clean),
             },
             "training": _training(training),
             "retries": "off, so that every injected failure ends its trajectory",
@@ -68,8 +68,8 @@ def rate(lab: Lab) -> Measurement:
     )
 
 
-def _scores(rates: metrics.TaskRates, values: Floats) -> dict[str, float]:
-    return {task: float(value) for task, value in zip(rates.ids, values, strict=True)}
+def _scores(tasks: Sequence[str], values: Floats) -> dict[str, float]:
+    return {task: float(value) for task, value in zip(tasks, values, strict=True)}
 
 
 def _bias(scores: Mapping[str, float], clean: metrics.TaskRates) -> dict[str, float]:
@@ -90,7 +90,7 @@ def _training(run: Path) -> dict[str, int]:
     """The batches of a training, made again from its log: which failed attempts are in them?"""
     rows = landed(run)
     failed = {t.episode_id for t in rows if isinstance(t.outcome, Failed)}
-    batcher = Batcher(batch_rules(json.loads((run / "config.json").read_text()), where=str(run)))
+    batcher = Batcher(batch_rules(settings(run), where=str(run)))
     batches = [batch for n, row in enumerate(rows) if (batch := batcher.push(Cursor(row=n), row)) is not None]
     recorded = [line["batch_digest"] for line in steps(run)]
     batches = batches[: len(recorded)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -11,11 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from farm.types import Trajectory
 from harness import crowd, stats
 from harness.claims import Measurement
 from harness.crowd import CrowdPlan
-from harness.experiments.runs import landed, policies, sources
+from harness.experiments.runs import embedded_only, landed, most_in_flight, policies, settings, sources
 from harness.lab import Lab
 from harness.stats import Estimate
 
@@ -35,7 +33,6 @@ def headroom(lab: Lab) -> Measurement:
     use = 100 * np.array([look["used_tokens"] / look["max_total_tokens"] for look in looks])
     queue = np.array([look["queued"] for look in looks])
     running = np.array([look["running"] for look in looks])
-    config = json.loads((run / "config.json").read_text())
     peak = float(use.max())
     return Measurement(
         estimate=Estimate(value=peak, low=peak, high=peak, n=len(looks)),
@@ -51,8 +48,8 @@ def headroom(lab: Lab) -> Measurement:
             "retractions": max(look["retracted_total"] for look in looks),
             "engines": len({look["url"] for look in looks}),
             "budget_tokens": looks[0]["max_total_tokens"],
-            "context_cap_tokens": config["limits"]["max_context_tokens"],
-            "trajectories_in_flight_max": _in_flight(landed(run)),
+            "context_cap_tokens": settings(run)["limits"]["max_context_tokens"],
+            "trajectories_in_flight_max": most_in_flight(landed(run)),
             "interval": "none: the largest of the looks, about one a second; between two looks it may have been larger",
         },
         sources=sources(run),
@@ -69,6 +66,8 @@ def headroom(lab: Lab) -> Measurement:
 
 
 def thrash(lab: Lab) -> Measurement:
+    if elsewhere := embedded_only(lab, "engine"):
+        return elsewhere
     plan = CrowdPlan(
         endless=ENDLESS,
         others=OTHERS,
@@ -83,9 +82,10 @@ def thrash(lab: Lab) -> Measurement:
     def work(folder: Path) -> None:
         asyncio.run(_play(folder, policy, plan))
 
-    played = json.loads((lab.stage("kv-thrash", work) / "crowds.json").read_text())
-    told = {name: _told(crowd_, plan.timeout_s) for name, crowd_ in played.items()}
-    budget_tokens = played["alone"]["loads"][0][1]["max_total_tokens"]  # the run's own: the plan may have changed since
+    found = json.loads((lab.stage("kv-thrash", work) / "crowds.json").read_text())
+    played, with_plan = found["played"], CrowdPlan(**found["plan"])  # its own: this code's may have changed since
+    told = {name: _told(crowd_, with_plan.timeout_s) for name, crowd_ in played.items()}
+    budget_tokens = played["alone"]["loads"][0][1]["max_total_tokens"]  # what the engine said
     blocked = stats.wilson(told["alone"]["blocked"], told["alone"]["others"])
     return Measurement(
         estimate=Estimate(value=100 * blocked.value, low=100 * blocked.low, high=100 * blocked.high, n=blocked.n),
@@ -93,10 +93,10 @@ def thrash(lab: Lab) -> Measurement:
         holds=blocked.value >= BLOCKED_SHARE and not told["guarded"]["timeouts"] and not told["guarded"]["blocked"],
         detail={
             **told,
-            "endless": ENDLESS,
-            "timeout_s": plan.timeout_s,
+            "endless": with_plan.endless,
+            "timeout_s": with_plan.timeout_s,
             "kv_budget_tokens": budget_tokens,
-            "cap_tokens": CAP_TOKENS,
+            "cap_tokens": with_plan.cap_tokens,
             "scale": f"1/{REPORTED_KV_TOKENS / budget_tokens:.0f} of the reference's KV budget; how far the engine "
             "looks ahead at admission is scaled alike",
         },
@@ -128,7 +128,8 @@ async def _play(folder: Path, policy: Path, plan: CrowdPlan) -> None:
         played = await crowd.play(engine.url, plan)
     finally:
         await engine.stop()
-    (folder / "crowds.json").write_text(json.dumps({name: asdict(one) for name, one in played.items()}))
+    crowds = {name: asdict(one) for name, one in played.items()}
+    (folder / "crowds.json").write_text(json.dumps({"plan": asdict(plan), "played": crowds}))
 
 
 def _told(played: dict[str, Any], timeout_s: float) -> dict[str, Any]:
@@ -145,12 +146,6 @@ def _told(played: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         "retractions": played["loads"][-1][1]["retracted_total"] - played["loads"][0][1]["retracted_total"],
         "seconds": round(played["seconds"], 1),
     }
-
-
-def _in_flight(rows: list[Trajectory]) -> int:
-    """The most that ran at the same time."""
-    changes = [(t.started_at_s, 1) for t in rows] + [(t.ended_at_s, -1) for t in rows]
-    return max(itertools.accumulate(change for _, change in sorted(changes)))
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

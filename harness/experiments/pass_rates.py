@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from farm.types import Trajectory
 from harness import metrics, stats
 from harness.claims import Measurement
-from harness.experiments.runs import landed, policies, sources, steps
+from harness.experiments.runs import landed, policies, settings, sources, steps
 from harness.lab import Lab
 from harness.stats import Estimate
 
+POPULATIONS = {
+    "swebench/SWE-bench_Verified_test": 500
+}  # tasks of a benchmark that a subset is drawn from; others have no end
 LEARNABLE = (0.03, 0.25)  # below, nearly no group has a success; above, little is left to show
 RL_GAIN = 0.147  # the reported gain, in pass@1
 
@@ -67,6 +72,28 @@ def _several(rates: metrics.TaskRates) -> dict[str, float]:
     return {name: round(100 * float(np.average(score, weights=rates.weights)), 2) for name, score in scores.items()}
 
 
+def _stratified(trajectories: list[Trajectory], rates: metrics.TaskRates) -> dict[str, Any]:
+    """The estimate from the strata that the tasks were drawn from, in points: for the whole benchmark where it has an
+    end (with finite-population correction), else for such tasks."""
+    drawn = metrics.strata(trajectories, rates.ids)
+    labels, size = list(drawn.labels), POPULATIONS.get(drawn.dataset.partition("@")[0])
+    # Of a finite one only the whole is known, not each stratum; and a stratum of one task says nothing of its spread.
+    if size is not None or min(Counter(labels).values()) < 2:
+        labels = ["all"] * len(labels)
+    shares = {name: float(rates.weights[np.array(labels) == name].sum()) for name in set(labels)}
+    passed, graded = rates.excluded, rates.task_graded
+    noise = None if (graded < 2).any() else passed * (1 - passed) / (graded - 1)
+    found = stats.stratified(
+        passed, labels, shares=shares, sizes=None if size is None else {"all": size}, attempt_variances=noise
+    )
+    return {
+        "strata": len(shares),
+        "drawn_from": "an endless population of such tasks" if size is None else f"{size} tasks of {drawn.dataset}",
+        "value": _rounded(found.value),
+        "standard_error_points": _rounded(found.error),
+    }
+
+
 def _rounded(error: float | None) -> float | None:
     return None if error is None else round(100 * error, 2)
 
@@ -85,12 +112,16 @@ def _points(gain: Estimate) -> dict[str, Any]:
     }
 
 
+def _suite(tasks: str) -> str:
+    return "micro benchmark: generated mini repositories, not SWE-bench" if tasks.startswith("micro") else tasks
+
+
 def _measurement(
     run: Path, score: Estimate, *, holds: bool, detail: dict[str, Any], figures: dict[str, Any] | None = None
 ) -> Measurement:
     trajectories = landed(run)
     rates = metrics.task_rates(trajectories)
-    both = stats.weighted_mean(rates.failed, rates.weights)
+    both = stats.weighted_mean(rates.as_zero, rates.all_weights)
     rated = stats.pass_rate(rates.task_passed, rates.task_graded, rates.weights)
     common = {
         "passed": rates.passed,
@@ -101,6 +132,7 @@ def _measurement(
             "these_tasks": _rounded(rated.error_these_tasks),
             "such_tasks": _rounded(rated.error_such_tasks),
         },
+        "stratified": _stratified(trajectories, rates),
         # Against a score measured alike: one-sided 5 %, power 80 %.
         "detectable_drop_points": {
             "these_tasks": _rounded(rated.detectable_these_tasks),
@@ -111,7 +143,7 @@ def _measurement(
         "infra_failures": rates.failures,
         "ungraded_tasks": list(rates.ungraded),
         "end_reasons": metrics.end_reasons(trajectories),
-        "suite": "micro benchmark: generated mini repositories, not SWE-bench",
+        "suite": _suite(str(settings(run)["rollout"]["tasks"])),
     }
     estimate = Estimate(value=100 * score.value, low=100 * score.low, high=100 * score.high, n=rates.graded)
     return Measurement(

@@ -7,7 +7,7 @@ finite: a missing measurement must not become a number.
 
 ``core`` records and checks; ``bootstrap`` means and medians; ``rates`` pass@k, pass^k and the score with both standard
 errors; ``beta_binomial`` low rates; ``paired`` differences; ``strata`` subsets; ``power`` what can be detected;
-``multiple`` Holm.
+``multiple`` Holm; ``series`` means of batches of measurements that hang together.
 """
 
 from harness.stats.beta_binomial import BetaBinomial, fit, mean_interval
@@ -17,9 +17,11 @@ from harness.stats.multiple import holm
 from harness.stats.paired import paired_difference, sign_flip
 from harness.stats.power import design_errors, minimal_detectable_effect
 from harness.stats.rates import PassRate, pass_at_k, pass_hat_k, pass_rate, wilson
+from harness.stats.series import FEWEST_IN_A_SERIES, mean, series_ratio
 from harness.stats.strata import StratifiedEstimate, stratified
 
 __all__ = [
+    "FEWEST_IN_A_SERIES",
     "BetaBinomial",
     "Estimate",
     "Floats",
@@ -28,6 +30,7 @@ __all__ = [
     "design_errors",
     "fit",
     "holm",
+    "mean",
     "mean_interval",
     "mean_ratio",
     "median",
@@ -37,6 +40,7 @@ __all__ = [
     "pass_at_k",
     "pass_hat_k",
     "pass_rate",
+    "series_ratio",
     "sign_flip",
     "stratified",
     "weighted_mean",

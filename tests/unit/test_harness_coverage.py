@@ -78,6 +78,33 @@ def test_the_paired_difference_covers() -> None:
     assert 0.93 <= held / REPEATS <= 0.97
 
 
+@pytest.mark.parametrize("losing", [0.01, 0.02])
+def test_the_paired_difference_covers_where_few_tasks_differ(losing: float) -> None:
+    """And its interval leaves zero out only where the test says so. (Wider than 95 %: counts this small are coarse.)"""
+    rng = np.random.default_rng(8)
+    held, base = 0, np.full(TASKS, 0.5)
+    for _ in range(200):
+        estimate, p = stats.paired_difference(base - 0.25 * (rng.random(TASKS) < losing), base)
+        held += estimate.low <= -0.25 * losing <= estimate.high
+        assert p < 0.05 or estimate.low <= 0.0 <= estimate.high
+        assert estimate.low < estimate.high
+    assert held / 200 >= 0.95
+
+
+@pytest.mark.parametrize("carried", [-0.8, 0.0, 0.3])
+def test_the_ratio_of_two_series_covers_however_neighbours_hang_together(carried: float) -> None:
+    """Batches leave a little of a positive correlation, and all the more room with a negative one."""
+    rng = np.random.default_rng(7)
+    held = 0
+    for _ in range(REPEATS):
+        steps = rng.gamma(2.0, 1.0, size=(2, 50)) - 2.0
+        for n in range(1, 50):
+            steps[1, n] += carried * steps[1, n - 1]
+        estimate = stats.series_ratio(40.0 + steps[0, 30:], 20.0 + steps[1, 30:])
+        held += estimate.low <= 2.0 <= estimate.high
+    assert 0.91 <= held / REPEATS <= 0.99
+
+
 def test_the_sign_flip_test_keeps_its_level() -> None:
     rng = np.random.default_rng(6)
     alarms = 0

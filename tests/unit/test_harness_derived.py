@@ -168,7 +168,8 @@ def test_a_run_read_through_its_derived_log_and_from_what_is_kept_of_it(tmp_path
     copy = tmp_path / "kept" / "stage" / "run"
     files = sorted(str(f.relative_to(copy)) for f in copy.rglob("*") if f.is_file())
     assert files == [
-        "config.json", "derived/policies.json", "derived/trajectories.parquet", "run.json", "trainer/metrics.jsonl",
+        "config.json", "derived/policies.json", "derived/processes.json", "derived/trajectories.parquet", "run.json",
+        "trainer/metrics.jsonl",
     ]  # fmt: skip
     assert json.loads((copy / "config.json").read_text()) == {"base": "datasets"}
     assert derived.trajectories(copy) == rows

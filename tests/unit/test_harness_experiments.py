@@ -34,18 +34,34 @@ from farm.types import (
     VersionSpan,
     content_digest,
 )
+from harness import derived
 from harness.claims import Measurement
-from harness.crowd import Client, Played
-from harness.experiments import async_step, cap, infra_errors, kv, restart, throughput
+from harness.crowd import Client, CrowdPlan, Played
+from harness.experiments import (
+    async_step,
+    cap,
+    disjoint,
+    infra_errors,
+    kv,
+    pass_rates,
+    restart,
+    sandbox_start,
+    separation,
+    throughput,
+    twin_check,
+)
 from harness.lab import Lab
-from harness.profiles import QUICK
+from harness.profiles import QUICK, cluster
 from trainer.config import batch_rules
 from trainer.group import Batcher, batch_digest
 
 IDLE = EngineLoad(running=0, queued=0, used_tokens=0, max_total_tokens=100, retracted_total=0, generated_tokens_total=0)
 
 
-TIMES = {"ended_at_s": 100.0, "wait_s": 0.0, "train_s": 1.0, "checkpoint_s": 0.0, "publish_s": 0.0}
+TIMES = {
+    "ended_at_s": 100.0, "wait_s": 0.0, "train_s": 1.0, "checkpoint_s": 0.0, "publish_s": 0.0,
+    "episodes": 2, "trained_episodes": 1, "dropped": [],
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -88,6 +104,7 @@ def made_run(path: Path, rows: Sequence[Trajectory], *sets: str, lines: Sequence
         log.seal()
     if lines:
         run.metrics.write_text("".join(json.dumps(TIMES | line) + "\n" for line in lines))
+    (path / "farm.json").write_text(json.dumps({"cluster": {"in_flight_limit": 12}}))
     return run
 
 
@@ -136,13 +153,35 @@ def test_step_time_without_the_cap_over_step_time_with_it(lab: Lab) -> None:
 
 def test_asynchronous_steps_against_synchronous_ones_on_the_same_work(lab: Lab) -> None:
     rows = [trajectory(n, turns=n) for n in (2, 4)]
-    made_stage(lab, "step-sync", rows, lines=took(99.0, 6.0, 7.0, 8.0))
-    made_stage(lab, "step-async", rows, lines=took(99.0, 2.0, 2.0, 2.0))
+    made_stage(lab, "step-sync", rows, "sandbox.start_delay_s=1.5", lines=took(99.0, *[6.0, 8.0] * 5))
+    made_stage(lab, "step-async", rows, lines=took(99.0, *[1.1, 2.9] * 5))
     found = async_step.ratio(lab)
     assert found.estimate is not None
-    assert (found.estimate.value, found.estimate.n) == (3.5, 3)
+    assert (found.estimate.value, found.estimate.n) == (3.5, 10)
+    assert found.estimate.low > 1.0
     assert found.holds
     assert found.detail["sync"]["wait_share"] > found.detail["async"]["wait_share"]
+    assert found.detail["async"]["lag_1_correlation_of_steps"] < -0.8
+    assert found.detail["sync"]["sandbox"] == "bubblewrap, 1.5 s of start latency added"
+
+
+def test_what_asynchronous_steps_drop_stands_beside_the_ratio(lab: Lab) -> None:
+    rows = [trajectory(n, turns=n, start_s=100.0 + n / 4) for n in (2, 4, 30)]
+    lines = took(99.0, *[1.0, 2.0] * 5)
+    lines[3] |= {"dropped": [{"episode": rows[2].episode_id, "reason": "stale"}]}
+    made_stage(lab, "step-sync", rows[:2], lines=took(99.0, *[6.0, 8.0] * 5))
+    made_stage(lab, "step-async", rows, lines=lines)
+    told = async_step.ratio(lab).detail["async"]
+    assert (told["consumed_episodes"], told["dropped_episodes"], told["trained_episodes"]) == (22, 1, 11)
+    assert told["turns_mean"] == {"dropped": 30.0, "others": 3.0}
+    assert told["in_flight_max"] == 2
+    assert told["s_per_consumed_episode_not_dropped"] == pytest.approx(15.0 / 19, abs=1e-3)
+
+
+def test_two_steps_are_too_few_to_compare(lab: Lab) -> None:
+    for name in ("step-sync", "step-async"):
+        made_stage(lab, name, [trajectory(0)], lines=took(9.0, 1.0))
+    assert async_step.ratio(lab).estimate is None
 
 
 @pytest.mark.parametrize(("lost", "harmless"), [(0, True), (10, False)])
@@ -167,7 +206,7 @@ def test_a_cap_that_costs_successes_is_not_harmless(lab: Lab, lost: int, harmles
 def test_throughput_is_counted_and_its_interval_comes_from_the_durations(lab: Lab) -> None:
     for name, seconds in (("slow", 20.0), ("fast", 5.0)):
         rows = [trajectory(n, seconds=seconds + n / 100, start_s=100.0 + seconds * (n // 8)) for n in range(16)]
-        made_stage(lab, f"throughput-{name}", rows)
+        made_stage(lab, f"throughput-{name}", rows, f"sandbox.start_delay_s={seconds / 2}")
     found = throughput.ratio(lab)
     assert found.estimate is not None
     assert found.estimate.value == pytest.approx(
@@ -176,6 +215,10 @@ def test_throughput_is_counted_and_its_interval_comes_from_the_durations(lab: La
     assert found.estimate.low <= found.estimate.value <= found.estimate.high
     assert 3.5 < found.estimate.value < 4.5
     assert found.detail["slow"]["share_of_time_in_starts"] == 0.5
+    # What the runs say of themselves, not what this code would do today.
+    assert found.detail["slow"]["back_end"] == "bubblewrap, 10 s of start latency added"
+    assert found.detail["fast"]["back_end"] == "bubblewrap, 2.5 s of start latency added"
+    assert found.detail["fast"]["in_flight_at_most"] == 12
     assert found.detail["slow"]["in_flight_mean"] == pytest.approx(8.0, rel=0.02)
     assert holds(found)
 
@@ -198,7 +241,7 @@ def test_headroom_is_the_peak_of_the_looks(lab: Lab, busy: list[tuple[int, int]]
 
 @pytest.mark.parametrize(("blocked", "guarded_timeouts", "answer"), [(10, 0, True), (5, 0, False), (10, 1, False)])
 def test_thrash_needs_the_block_without_and_none_with(
-    lab: Lab, blocked: int, guarded_timeouts: int, answer: bool
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, blocked: int, guarded_timeouts: int, answer: bool
 ) -> None:
     def played(count: int, timeouts: int) -> Played:
         others = [
@@ -211,11 +254,39 @@ def test_thrash_needs_the_block_without_and_none_with(
     folder.mkdir(parents=True)
     (folder / "done.json").write_text("{}")
     crowds = {"alone": played(blocked, 1), "guarded": played(0, guarded_timeouts)}
-    (folder / "crowds.json").write_text(json.dumps({name: asdict(one) for name, one in crowds.items()}))
-    found = kv.thrash(lab)
+    plan = CrowdPlan(
+        endless=1, others=10, budget_tokens=100, longest_tokens=50, cap_tokens=20, timeout_s=8.0, fill_s=9.0
+    )
+    written = {"plan": asdict(plan), "played": {name: asdict(one) for name, one in crowds.items()}}
+    (folder / "crowds.json").write_text(json.dumps(written))
+    # It was played by its own plan, whatever today's is.
+    monkeypatch.setattr(kv, "ENDLESS", 99)
+    monkeypatch.setattr(kv, "CAP_TOKENS", 99)
+    found = kv.thrash(replace(lab, profile=replace(QUICK, thrash_timeout_s=60.0)))
     assert found.estimate is not None
     assert found.estimate.value == 10 * blocked
+    assert (found.detail["endless"], found.detail["cap_tokens"], found.detail["timeout_s"]) == (1, 20, 8.0)
     assert holds(found) is answer
+
+
+def test_starts_are_judged_by_batch_and_told_as_they_were_made(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = lab.folder / "sandbox"
+    folder.mkdir(parents=True)
+    (folder / "done.json").write_text("{}")
+    loaded = [at + n for at in (50.0, 60.0, 70.0) for n in (-1.0, 0.0, 0.0, 1.0)]
+    starts = {"start_ms": [10.0], "start_cpu_ms": [8.0], "exec_ms": [1.0], "stop_ms": [1.0]}
+    written = {"concurrent": 4, "back_end": "bubblewrap", "alone": starts}
+    written["loaded"] = starts | {"start_ms": loaded, "start_cpu_ms": [9.0] * 12}
+    (folder / "starts.json").write_text(json.dumps(written))
+    monkeypatch.setattr(sandbox_start, "CONCURRENT", 384)
+    found = sandbox_start.median(lab)
+    assert found.estimate is not None
+    assert found.estimate.value == pytest.approx(0.06)
+    assert found.estimate.n == 3
+    assert found.estimate.high - found.estimate.low == pytest.approx(2 * 4.303 * 0.01 / 3**0.5, rel=1e-3)
+    assert "4 starts at once" in found.unit
+    assert set(found.figures["sandbox_start"]) == {"alone", "4 at once"}
+    assert found.detail["cpu_per_start_ms"] == {"alone": 8.0, "loaded": 9.0}
 
 
 def test_a_client_counts_the_time_between_tokens_also_over_a_request_given_up() -> None:
@@ -244,12 +315,56 @@ def test_a_jump_at_a_kill_is_told_from_noise() -> None:
     assert found["p"][1] < 1e-4 < min(found["p"][0], found["p"][2])
 
 
-def test_jumps_need_values() -> None:
-    assert restart.jumps([None] * 20, [5])["jumps"] == []
-    assert restart.jumps([1.0], [1])["jumps"] == []
+def test_a_kill_without_values_around_it_has_no_answer_and_one_with_them_has() -> None:
+    assert restart.jumps([None] * 20, [5])["p"] == [None]
+    assert restart.jumps([1.0], [1])["p"] == [None]
     assert restart.jumps([1.0] * 20, [5])["p"] == [1.0]
     some = restart.jumps([1.0, None, 2.0, 1.0, None, 2.0, 1.0, 2.0] * 3, [4, 12])
-    assert len(some["p"]) == len(some["steps"])
+    assert len(some["p"]) == 2
+    assert None not in some["p"]
+    assert restart.levels([None] * 20, [5], rate=True)["p"] == [None]
+    assert restart.levels([1.0] * 20, [2, 5], rate=False)["p"] == [None, 1.0]
+
+
+KILLED, STEPS = [36, 72, 109], np.arange(145)
+BAND = restart.ALPHA / 12
+
+
+def worst(values: np.ndarray, *, rate: bool = False) -> float:
+    return min(map(float, restart.levels(values.tolist(), KILLED, rate=rate)["p"]))
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        np.where(STEPS >= 90, 1000.0, 1.0),  # a blow-up that begins away from any kill
+        np.where(STEPS >= 72, 1.0 + (STEPS - 72) / 36, 1.0),  # a drift that begins at one
+        1.0 + STEPS / 10,  # a drift all along
+        np.where(STEPS >= 72, 1.6, 1.0),  # a step to a higher level
+    ],
+)
+def test_a_blow_up_or_a_drift_after_a_kill_leaves_the_band(harm: np.ndarray) -> None:
+    noise = np.exp(np.random.default_rng(2).normal(0.0, 0.3, size=145))
+    assert worst(noise) > BAND
+    assert worst(noise * harm) < BAND
+
+
+def test_a_pass_rate_that_falls_leaves_the_band_and_one_that_rises_does_not() -> None:
+    noise = np.random.default_rng(3).normal(0.0, 0.15, size=145)
+    assert worst(0.6 - 0.4 * STEPS / 145 + noise, rate=True) < BAND
+    assert worst(0.2 + 0.4 * (1 - np.exp(-STEPS / 30)) + noise, rate=True) > BAND
+
+
+def test_a_run_that_learns_raises_no_alarm() -> None:
+    """Curves that learn fast at first: an entropy that falls and levels out, a gradient that grows by a half. At 5 %
+    over twelve tests, 40 runs of two curves (six tests) give one alarm."""
+    draw, alarms = np.random.default_rng(4), 0
+    for _ in range(40):
+        noise = np.exp(draw.normal(0.0, 0.3, size=(2, 145)))
+        entropy = (0.25 + 0.2 * np.exp(-STEPS / 30)) * noise[0]
+        gradient = (1.0 + 0.5 * STEPS / 145) * noise[1]
+        alarms += min(worst(entropy), worst(gradient)) < BAND
+    assert alarms <= 4
 
 
 SETTINGS = ("rollout.groups_per_step=1", "rollout.group_size=4", "rollout.min_attempts=3")
@@ -289,6 +404,20 @@ def replayed(lab: Lab, lines: list[dict[str, Any]], *, differing: int | None = N
     (lab.folder / "restart" / "kills.json").write_text(json.dumps({"kills": kills}))
 
 
+def test_curves_with_a_value_that_is_not_finite_are_no_survival(lab: Lab) -> None:
+    trained_policy(lab)
+    lines = training(lab)
+    replayed(lab, lines)
+    for line in lines:
+        line["grad_norm"] = float("nan")
+    metrics = lab.folder / "restart" / "run" / "trainer" / "metrics.jsonl"
+    metrics.write_text("".join(json.dumps(TIMES | line) + "\n" for line in lines))
+    found = restart.survived(lab)
+    assert found.detail["values_not_finite"] == 12
+    assert found.detail["tests_without_an_answer"] == 6
+    assert found.holds is False
+
+
 @pytest.mark.parametrize("differing", [None, 7])
 def test_a_restart_is_survived_when_every_step_is_bit_equal(lab: Lab, differing: int | None) -> None:
     trained_policy(lab)
@@ -304,7 +433,7 @@ def test_a_restart_is_survived_when_every_step_is_bit_equal(lab: Lab, differing:
 def test_infrastructure_errors_are_logged_and_stay_out_of_gradients(lab: Lab) -> None:
     trained_policy(lab)
     training(lab)
-    plan = FaultPlan(rate=infra_errors.RATE, seed=infra_errors.SEED)
+    plan = FaultPlan(rate=0.05, seed=7)  # the run's, not this code's
     clean = [trajectory(n, index=i, passed=i == 0) for n in range(100) for i in range(4)]
     made_stage(lab, "eval-base", clean)
     faulty = [
@@ -312,7 +441,7 @@ def test_infrastructure_errors_are_logged_and_stay_out_of_gradients(lab: Lab) ->
         else replace(row, outcome=Failed(boundary=where, kind="injected", message=""), end_reason=EndReason.FAILED)
         for row in clean
     ]  # fmt: skip
-    made_stage(lab, "infra", faulty)
+    made_stage(lab, "infra", faulty, "inject.rate=0.05", "inject.seed=7")
     found = infra_errors.rate(lab)
     assert holds(found)
     assert found.detail["logged_as_failed"] == found.detail["injected"] > 3
@@ -324,3 +453,122 @@ def test_infrastructure_errors_are_logged_and_stay_out_of_gradients(lab: Lab) ->
     hits = [row for row in faulty if isinstance(row.outcome, Failed) and row.index == 0]
     assert bias["counted_as_zero"]["points"] == pytest.approx(-100 * len(hits) / 400, abs=0.01)
     assert bias["left_out"]["tasks"] == 100
+
+
+# ------------------------------------------------------------------------------------------ separation
+
+
+def _weights(folder: Path) -> None:
+    (folder / "w.safetensors").write_text("w")
+
+
+def separated(lab: Lab, events: Sequence[tuple[str, str, float, int]], *, trainer: str = "12") -> Measurement:
+    """Three versions, ten seconds apart; ``events``: (kind, engine, at_s, step)."""
+    (lab.folder / "sft" / "policy").mkdir(parents=True)
+    (lab.folder / "sft" / "done.json").write_text('{"wall_s": 1.0, "commit": null}')
+    run = made_stage(lab, "rl", [trajectory(0)], lines=took(1.0, 1.0))
+    log = PolicyLog(run.policies)
+    for step in range(3):
+        log.publish(step, _weights, consumed_groups=0)
+    (run.path / "farm.lock").write_text("11")
+    (run.path / "trainer" / "trainer.lock").write_text(trainer)
+    (run.path / "trainer" / "config.json").write_text("{}")
+    rows = [{"kind": kind, "url": url, "at_s": at_s, "step": step} for kind, url, at_s, step in events]
+    (run.logs / "engines.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    derived.trajectories(run.path)  # makes the derived log, in which the times are then set
+    place = run.path / "derived" / "policies.json"
+    found = json.loads(place.read_text())
+    for step, version in enumerate(found["versions"]):
+        version["published_at_s"] = 100.0 + 10 * step
+    place.write_text(json.dumps(found))
+    return separation.latency(lab)
+
+
+UP = [("up", "a", 99.0, 0), ("up", "b", 99.0, 0), ("live", "a", 111.0, 1), ("live", "a", 121.0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("events", "trainer", "answer"),
+    [
+        ([*UP, ("live", "b", 112.0, 1), ("live", "b", 122.0, 2)], "12", True),
+        ([*UP, ("live", "b", 120.0, 2)], "12", True),  # version 1 skipped: version 2 was out
+        ([*UP, ("live", "b", 120.5, 2)], "12", False),  # on version 1 or newer only after more than a step
+        ([*UP, ("live", "b", 112.0, 1)], "12", False),  # never on version 2
+        ([*UP, ("live", "b", 112.0, 1), ("down", "b", 115.0, 0)], "12", True),  # gone before version 2
+        ([*UP, ("live", "b", 112.0, 1), ("live", "b", 122.0, 2)], "11", False),  # one process is both
+    ],
+)
+def test_every_engine_is_on_each_version_or_a_newer_one_in_time(
+    lab: Lab, events: list[tuple[str, str, float, int]], trainer: str, answer: bool
+) -> None:
+    found = separated(lab, events, trainer=trainer)
+    assert found.detail["separate_processes"] == (2 if trainer == "12" else 1)
+    assert found.holds is answer
+
+
+# ------------------------------------------------------------------------------------------ pass rates, lists, cluster
+
+
+def stratified(lab: Lab, dataset: str) -> dict[str, Any]:
+    rows = [
+        replace(
+            trajectory(n, index=i, passed=n % 4 > i), dataset=dataset, strata={"size": "small" if n < 30 else "large"}
+        )
+        for n in range(100)
+        for i in range(2)
+    ]
+    made_stage(lab, "eval-base", rows)
+    found: dict[str, Any] = pass_rates.base(lab).detail["stratified"]
+    return found
+
+
+def test_a_score_is_told_by_strata_and_for_the_population_that_there_is(lab: Lab) -> None:
+    endless = stratified(lab, "micro/benchmark")
+    assert endless["strata"] == 2
+    assert "endless" in endless["drawn_from"]
+    whole = stratified(replace(lab, folder=lab.folder / "2"), "swebench/SWE-bench_Verified_test@0123456789ab")
+    assert (whole["strata"], whole["value"]) == (1, endless["value"])
+    assert "500 tasks" in whole["drawn_from"]
+    assert whole["standard_error_points"] < endless["standard_error_points"]  # a fifth of it was looked at
+
+
+def test_the_real_lists_are_found_beside_the_project_and_where_the_environment_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside, given = tmp_path / "shared" / "data", tmp_path / "given"
+    for folder in (beside, given):
+        folder.mkdir(parents=True)
+        (folder / disjoint.VERIFIED).write_text("")
+    (beside / disjoint.REPOSITORIES).write_text("")
+    root = tmp_path / "clones" / "project"
+    monkeypatch.delenv(disjoint.LISTS, raising=False)
+    assert disjoint._found(disjoint.VERIFIED, root) == beside / disjoint.VERIFIED
+    monkeypatch.setenv(disjoint.LISTS, str(given))
+    assert disjoint._found(disjoint.VERIFIED, root) == given / disjoint.VERIFIED
+    assert disjoint._found(disjoint.REPOSITORIES, root) == beside / disjoint.REPOSITORIES
+    assert disjoint._found("other", root) == given / "other"
+
+
+@pytest.mark.parametrize("experiment", [kv.thrash, twin_check.within])
+def test_what_only_embedded_parts_can_do_is_not_told_of_others(lab: Lab, experiment: Any) -> None:
+    found = experiment(replace(lab, profile=cluster({})))
+    assert found.estimate is found.holds is None
+    assert found.detail == {"not_compared": "not run: embedded engine only, here it is sglang"}
+
+
+def test_the_twin_is_judged_by_one_figure_and_its_wait_is_told_beside(lab: Lab) -> None:
+    trained_policy(lab)
+    made_stage(lab, "eval-base", [trajectory(0)])
+    stage = lab.folder / "twin-check"
+    stage.mkdir()
+    (stage / "done.json").write_text("{}")
+    pairs = {"throughput": (11.0, 10.0), "step time": (9.5, 10.0), "wait share": (0.1, 0.5)}
+    checks = [{"name": name, "unit": "", "predicted": a, "measured": b} for name, (a, b) in pairs.items()]
+    written = {"checks": checks[:2], "beside": checks[2:], "overhead_cpu_s": 0.01, "fitted_on": "run"}
+    (stage / "check.json").write_text(json.dumps(written))
+    found = twin_check.within(replace(lab, profile=replace(QUICK, name="full")))
+    assert found.estimate is not None
+    assert found.estimate.value == pytest.approx(10.0)
+    assert found.estimate.n == 1
+    assert found.detail["not_judged"]["wait share"]["error_percent"] == -80.0
+    assert holds(found)

@@ -85,8 +85,14 @@ def test_both_denominators() -> None:
     )
     assert rates.ids == ("a",)
     assert rates.excluded.tolist() == [0.5]
-    assert rates.failed.tolist() == [1 / 3]
+    assert (rates.all_ids, rates.all_weights.tolist()) == (("a", "b"), [1.0, 3.0])
+    assert rates.as_zero.tolist() == [1 / 3, 0.0]
     assert (rates.graded, rates.passed, rates.failures, rates.ungraded) == (2, 1, 2, ("b",))
+
+
+def test_with_one_attempt_each_a_failure_is_a_zero_and_not_left_out() -> None:
+    rates = metrics.task_rates([trajectory("a", graded(True)), trajectory("b", LOST)])
+    assert (rates.excluded.mean(), rates.as_zero.mean()) == (1.0, 0.5)
 
 
 def test_pairing_is_by_task_and_only_over_common_tasks() -> None:

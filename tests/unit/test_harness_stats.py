@@ -210,3 +210,16 @@ def test_holm_matches_the_published_example() -> None:
     assert stats.holm([0.9, 0.8]) == [1.0, 1.0]
     with pytest.raises(ValueError):
         stats.holm([0.1, float("nan")])
+
+
+def test_the_interval_of_few_differences_agrees_with_their_test() -> None:
+    """Three of 100 tasks lose a quarter: no reason yet (p = 0.25) to say that the difference is not zero."""
+    base = np.full(100, 0.5)
+    estimate, p = stats.paired_difference(base - 0.25 * (np.arange(100) < 3), base)
+    assert (estimate.value, p) == (pytest.approx(-0.0075), 0.25)
+    assert estimate.low < estimate.value < 0 <= estimate.high
+    none, p = stats.paired_difference(base, base)
+    z2 = 1.959964**2
+    assert (none.low, none.high, p) == (pytest.approx(-z2 / (100 + z2)), pytest.approx(z2 / (100 + z2)), 1.0)
+    gained, _ = stats.paired_difference(base + 0.25 * (np.arange(100) < 3), base)
+    assert (gained.low, gained.high) == (pytest.approx(-estimate.high), pytest.approx(-estimate.low))

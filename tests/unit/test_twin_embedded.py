@@ -9,7 +9,7 @@ import pytest
 from farm.engine.bench import BenchShape
 from farm.errors import UsageError
 from farm.types import EndReason, Event, Evidence, Graded, Limits, SamplingParams, Trajectory, Turn, Usage
-from harness.twin.embedded import Check, Validation, engine_speed, validate
+from harness.twin.embedded import Check, Validation, engine_speed, validate, wait_share
 from harness.twin.recorded import Recorded, RecordedPlan, command_cost
 
 LIMITS = Limits()
@@ -87,6 +87,10 @@ def test_a_check_holds_within_15_percent() -> None:
     assert good.error == pytest.approx(0.1)
     assert Validation(checks=(good,), overhead_cpu_s=0.0, fitted_on="x").holds
     assert not Validation(checks=(good, bad), overhead_cpu_s=0.0, fitted_on="x").holds
+
+
+def test_the_trainer_s_wait_is_a_share_of_all_steps_but_the_first() -> None:
+    assert wait_share([(99.0, 1.0), (3.0, 1.0), (1.0, 3.0), (2.0, 0.0)]) == pytest.approx(0.6)
 
 
 def test_missing_figures_are_named() -> None:
