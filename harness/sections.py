@@ -48,7 +48,8 @@ def twin(claim: Mapping[str, Any]) -> str:
     cell = claim["twin"]
     if cell is None:
         return NOTHING if claim["detail"].get("no_twin") else NOT_RUN
-    spread = "" if cell.get("low") is None else f" [{number(cell['low'])}, {number(cell['high'])}]"
+    missing = " (range not computed)" if "range" in cell.get("detail", {}) else ""
+    spread = missing if cell.get("low") is None else f" [{number(cell['low'])}, {number(cell['high'])}]"
     if cell.get("kind") == "calibration":
         return str(cell["text"])
     agrees = {True: ", agrees", False: ", does not agree"}.get(cell.get("agrees"), "")
@@ -91,7 +92,7 @@ def what_was_run(claim: Mapping[str, Any]) -> str:
 
 def code(commit: str | None, dirty: bool | None) -> str:
     """For example: 337193d57180 with uncommitted changes. ``dirty`` None: nothing says so (an old stage)."""
-    words = {True: " with uncommitted changes", False: "", None: " (whether it was clean was not kept)"}
+    words = {True: " with uncommitted changes", False: "", None: " (state not kept)"}
     return f"{commit[:12] if commit else 'an unknown commit'}{words[dirty]}"
 
 

@@ -16,9 +16,11 @@ from farm.errors import UsageError
 from harness import claims, cli, compare, document, experiments, figures, report, rules, sections
 from harness.claims import Claim, Measurement
 from harness.document import Row
+from harness.html import is_whole
 from harness.profiles import EMBEDDED, profile
 from harness.provenance import provenance
 from harness.stats import Estimate
+from harness.twin.predictions import NO_RANGE
 
 CURVE = [{"step": s, "pass_rate": s / 10} for s in range(1, 6)]
 ORIGIN = provenance("quick") | {"back_ends": dict(EMBEDDED)}
@@ -272,6 +274,34 @@ def test_a_row_without_figures_was_not_run_whatever_it_says() -> None:
     assert (judged.now, judged.lost) == ("not run", True)
 
 
+@pytest.mark.parametrize(
+    ("cell", "whole"),
+    [
+        ("40 / 0", True), ("steptime-cap", True), ("± 3.65 (29 %)", True), ("12.6 %", True), ("–", True),
+        ("145 steps", False), ("2 cores of a processor", False), ("a-name-that-is-far-too-long-for-one-line", False),
+    ],
+)  # fmt: skip
+def test_no_line_breaks_a_figure_or_a_name(cell: str, whole: bool) -> None:
+    assert is_whole(cell) is whole
+
+
+def test_in_print_only_words_that_fit_no_line_are_broken() -> None:
+    page = report.files(made())["report.html"].decode()
+    in_print = page[page.index("@media print") : page.index("</style>")]
+    assert "anywhere" not in in_print
+    assert '<td class="whole">0.15 / 0.484</td>' in page
+    assert "<td>bubblewrap is not priced</td>" in page
+
+
+def test_a_missing_range_of_the_twin_is_said() -> None:
+    row = {"detail": {}, "twin": {**TWIN, "low": None, "high": None, "detail": {"range": NO_RANGE}}}
+    assert sections.twin(row) == "800 s to 260 s (3.1x) (range not computed), agrees"
+    assert sections.twin({"detail": {}, "twin": TWIN}) == "800 s to 260 s (3.1x) [2.5, 3.6], agrees"
+    whole = sections.predicted(row)
+    assert whole is not None
+    assert ("range", NO_RANGE) in whole.rows
+
+
 def test_another_schema_and_no_report_are_usage_errors(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no such report"):
         document.read(tmp_path)
@@ -391,7 +421,8 @@ def test_each_row_names_the_code_and_the_machine_that_made_its_stages() -> None:
         ("a", False, ["sft", "eval-rl"]), ("b", True, ["rl"]), ("c", None, ["old"]),
     ]  # fmt: skip
     told = sections.what_was_run(built["claims"][0])
-    assert "by aaaaaaaaaaaa (sft, eval-rl); bbbbbbbbbbbb with uncommitted changes (rl); cccccccccccc (whether" in told
+    assert "by aaaaaaaaaaaa (sft, eval-rl); bbbbbbbbbbbb with uncommitted changes (rl); cccccccccccc (" in told
+    assert "(state not kept) (old)" in told
     table = sections.stages(built)
     assert [row[1:3] for row in table.rows][1] == ("bbbbbbbbbbbb with uncommitted changes", "2 cores")
     assert table.rows[3][2] == sections.NOTHING
