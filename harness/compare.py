@@ -53,8 +53,8 @@ def check(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
     """One claim in two reports. ``p``: of the difference, adjusted for the number of rows (Holm); None where there is
-    nothing to test. ``word``: equal, same within noise, higher, lower, changed, not comparable, only in A, only in
-    B, neither."""
+    nothing to test. ``word``: equal, same within noise, higher, lower, changed (a count that must be the same), not
+    tested (no interval says how wide either is), not comparable, only in A, only in B, neither."""
 
     claim: str
     a: Mapping[str, Any] | None
@@ -86,7 +86,12 @@ def diff(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Change]:
             b=_cell(right, name),
             status_a=left[name]["status"] if name in left else "missing",
             status_b=right[name]["status"] if name in right else "missing",
-            word=_word(_cell(left, name), _cell(right, name), adjusted.get(name)),
+            word=_word(
+                _cell(left, name),
+                _cell(right, name),
+                adjusted.get(name),
+                exact=any(_is_exact(rows.get(name)) for rows in (left, right)),
+            ),
             p=adjusted.get(name),
         )
         for name in names
@@ -108,11 +113,21 @@ def _p(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> float | None
     """Two-sided, normal; None where one is missing, the units differ or neither has a width."""
     if a is None or b is None or a["unit"] != b["unit"]:
         return None
+    if None in (a["value"], b["value"], a["low"], a["high"], b["low"], b["high"]):
+        return None
     error = math.hypot(*((cell["high"] - cell["low"]) / (2 * _Z) for cell in (a, b)))
     return math.erfc(abs(b["value"] - a["value"]) / error / math.sqrt(2)) if error > 0 else None
 
 
-def _word(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None, p: float | None) -> str:
+def _is_exact(row: Mapping[str, Any] | None) -> bool:
+    """Whether its figure is a count that every run must give: a whole number, or one whose rule names its value."""
+    if row is None or row["here"] is None:
+        return False
+    named = any(condition.startswith("here.value == ") for condition in row["detail"].get("require", ()))
+    return named or isinstance(row["here"]["value"], int)
+
+
+def _word(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None, p: float | None, *, exact: bool) -> str:
     if a is None or b is None:
         return "neither" if a is b else "only in A" if b is None else "only in B"
     if a["unit"] != b["unit"]:
@@ -120,7 +135,7 @@ def _word(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None, p: float | N
     if a["value"] == b["value"]:
         return "equal"
     if p is None:
-        return "changed"
+        return "changed" if exact else "not tested"
     if p >= LEVEL:
         return "same within noise"
     return "higher" if b["value"] > a["value"] else "lower"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from farm.errors import UsageError
-from harness import rules
+from harness import rules, shape
 from harness.claims import Claim, Measurement
 
 SCHEMA = 2
@@ -44,7 +44,7 @@ def build(
             "version": version,
             "provenance": provenance,
             "stages": stages,
-            "claims": [_row(row, provenance.get("back_ends", {})) for row in rows],
+            "claims": [_row(row, provenance.get("back_ends", {}), stages) for row in rows],
         }
     )
     return document
@@ -67,17 +67,18 @@ def read(path: Path) -> dict[str, Any]:
     schema = document.get("schema") if isinstance(document, dict) else None
     if schema != SCHEMA:
         raise UsageError(f"{file}: is a report of schema {schema}, this program reads {SCHEMA}; make it anew")
+    shape.check(shape.Report, document, where=file, remedy="`harness report --rebuild` makes it anew from its logs")
     return dict(document)
 
 
 def verdict(claim: Claim, row: Mapping[str, Any]) -> tuple[str, str]:
     """(status, why it could not be judged) of a row of the document, by the claim's rule as it is now.
 
-    A row without figures, and one whose experiment could not decide, keeps its status; so does one that only its own
-    experiment can judge."""
-    if row["here"] is None and "measured" not in row["detail"]:
-        return row["status"], ""
-    if not claim.require or row["detail"].get("undecided"):
+    A row without figures was not run, whatever it says, and so was one whose experiment could not decide; a row that
+    only its own experiment can judge keeps its status."""
+    if (row["here"] is None and not row["detail"].get("measured")) or row["detail"].get("undecided"):
+        return (NOT_BUILT if row["status"] == NOT_BUILT else NOT_RUN), ""
+    if not claim.require:
         return row["status"], ""
     figures = {"here": row["here"] or {}, "measured": row["detail"].get("measured", {})}
     answer = rules.judge(claim.require, figures)
@@ -103,7 +104,20 @@ def combined(digests: Sequence[str]) -> str:
     return hashlib.sha256("".join(f"{d}\n" for d in digests).encode()).hexdigest()
 
 
-def _row(row: Row, back_ends: Mapping[str, str]) -> dict[str, Any]:
+def _made_by(names: Sequence[str], stages: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What made the stages ``names``: each commit, machine and state of the checkout once, with its stages."""
+    found: dict[tuple[Any, ...], list[str]] = {}
+    for name in names:
+        if name in stages:
+            stage = stages[name]
+            found.setdefault((stage["commit"], stage.get("dirty"), stage.get("machine")), []).append(name)
+    return [
+        {"commit": commit, "dirty": dirty, "machine": machine, "stages": made}
+        for (commit, dirty, machine), made in found.items()
+    ]
+
+
+def _row(row: Row, back_ends: Mapping[str, str], stages: Mapping[str, Any]) -> dict[str, Any]:
     claim, measurement = row.claim, row.measurement
     detail: dict[str, Any] = {
         "statement": claim.statement,
@@ -113,6 +127,7 @@ def _row(row: Row, back_ends: Mapping[str, str]) -> dict[str, Any]:
         "experiment": claim.experiment,
         "back_ends": {role: back_ends.get(role, "") for role in claim.back_ends},
         "stages": list(row.stages),
+        "made_by": _made_by(row.stages, stages),
     }
     if claim.twin:
         detail["no_twin"] = claim.twin

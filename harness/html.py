@@ -14,6 +14,8 @@ from markupsafe import Markup, escape
 from harness import sections
 
 TEMPLATE = "report.html.j2"
+_WHOLE_CHARACTERS = 24
+_FIGURE = re.compile(r"[\d.,±–/()$-]+( ([\d.,±–/()$-]+|%\)?|x|s))*")
 
 
 def html(document: Mapping[str, Any], images: Mapping[str, bytes]) -> str:
@@ -26,6 +28,7 @@ def html(document: Mapping[str, Any], images: Mapping[str, bytes]) -> str:
         keep_trailing_newline=True,
     )
     environment.filters["words"] = _words
+    environment.filters["is_whole"] = is_whole
     owners = {name: owner for name, (owner, _) in sections.figures(document).items()}
     return environment.get_template(TEMPLATE).render(
         version=document["version"],
@@ -65,6 +68,11 @@ def _claim(claim: Mapping[str, Any], owners: Mapping[str, str]) -> dict[str, Any
         "figures": [name for name, owner in owners.items() if owner == claim["id"]],
         "parts": sections.parts(claim),
     }
+
+
+def is_whole(cell: str) -> bool:
+    """Whether a cell is one figure ("40 / 0", "± 3.1 (24 %)") or one name, which no line may break."""
+    return len(cell) <= _WHOLE_CHARACTERS and (" " not in cell or _FIGURE.fullmatch(cell) is not None)
 
 
 def _words(text: str) -> Markup:

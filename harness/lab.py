@@ -29,7 +29,7 @@ from farm.run_folder import RunFolder
 from farm.types import Boundary
 from harness import progress
 from harness.profiles import Profile
-from harness.provenance import commit
+from harness.provenance import made_by
 from harness.stage_key import changed, stage_key
 from trainer.metrics import read_metrics
 
@@ -101,7 +101,7 @@ class Lab:
         with progress.saying(lambda s: self.console.print(f"  {name}: {progress.words(s)} so far, {left(s)} left")):
             work(folder)
         wall_s = time.monotonic() - started_s
-        write_json(folder / "done.json", {"wall_s": wall_s, "commit": commit(), "key": key})
+        write_json(folder / "done.json", {"wall_s": wall_s, "key": key, **made_by()})
 
     def known_s(self) -> dict[str, float]:
         """How long each stage is said to take, or took when it was last done."""

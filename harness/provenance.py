@@ -6,6 +6,7 @@ import hashlib
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,31 @@ PACKAGES = ("dask", "distributed", "megatron-core", "numpy", "pyarrow", "tokeniz
 
 
 def provenance(profile: str) -> dict[str, Any]:
-    """``dirty`` tells whether tracked files outside reports/ differ from the commit."""
     return {
         "profile": profile,
         "commit": commit(),
-        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!reports")),
+        "dirty": dirty(),
         "constraints": hashlib.sha256((ROOT / "constraints.txt").read_bytes()).hexdigest()[:16],
         "versions": {name: metadata.version(name) for name in PACKAGES},
         "machine": machine(),
     }
+
+
+def made_by() -> dict[str, Any]:
+    """What a stage was made with: the commit, whether the checkout was ``dirty``, the machine in words."""
+    return {"commit": commit(), "dirty": dirty(), "machine": machine_words(machine())}
+
+
+def machine_words(found: Mapping[str, Any]) -> str:
+    return (
+        f"{found['cores']} cores of {found['processor']}, {found['memory_gib']} GiB, {found['system']}, "
+        f"Python {found['python']}"
+    )
+
+
+def dirty() -> bool:
+    """Whether tracked files outside reports/ differ from the commit."""
+    return bool(_git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!reports"))
 
 
 def commit() -> str | None:

@@ -6,7 +6,6 @@ the same logs gives the same bytes.
 
 from __future__ import annotations
 
-import json
 import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from rich.console import Console
 from farm import __version__
 from farm.durable import write_json
 from farm.errors import UsageError
-from harness import back_ends, claims, document, evidence, experiments, report, sections, twin_cells
+from harness import back_ends, claims, document, evidence, experiments, report, sections, shape, twin_cells
 from harness.claims import Claim
 from harness.document import Row
 from harness.lab import Lab, StageError
@@ -66,17 +65,17 @@ def keep_all(stages: Path, folder: Path) -> None:
 
 
 def rebuild(folder: Path) -> dict[str, Any]:
-    """The document that the logs kept in ``folder`` give. Raises UsageError when there are none."""
+    """The document that the logs kept in ``folder`` give. Raises UsageError without them, or if damaged."""
     logs = folder / LOGS
     try:
-        origin = json.loads((logs / ORIGIN).read_text())
+        origin = _read_origin(logs / ORIGIN)
     except FileNotFoundError:
         raise UsageError(f"{logs}: holds no kept logs; `harness reproduce` keeps them beside its report") from None
     name = origin["provenance"]["profile"]
+    stages = {done.parent.name: stage_facts(done.parent) for done in sorted(logs.glob("*/done.json"))}
     lab = Lab(folder=logs, profile=profile(name), console=Console(quiet=True), archive=True)
     cells = twin_cells.twin_cells(lab)
     rows = [_row(claim, lab, origin["problems"].get(claim.id, ""), cells.get(claim.id)) for claim in claims.load()]
-    stages = {done.parent.name: stage_facts(done.parent) for done in sorted(logs.glob("*/done.json"))}
     return document.build(rows, version=origin["version"], provenance=origin["provenance"], stages=stages)
 
 
@@ -142,10 +141,15 @@ def _keep(lab: Lab, folder: Path, problems: Mapping[str, str], chosen: set[str])
     if chosen == {claim.id for claim in claims.load()}:
         evidence.forget(folder / LOGS, keep={stage.name for stage in used})
     place = folder / LOGS / ORIGIN
-    before = json.loads(place.read_text())["problems"] if place.exists() else {}
+    before = _read_origin(place)["problems"] if place.exists() else {}
     others = {claim: problem for claim, problem in before.items() if claim not in chosen | {TWIN}}
     place.parent.mkdir(parents=True, exist_ok=True)
     write_json(place, _origin(lab.profile) | {"problems": {**others, **problems}})
+
+
+def _read_origin(place: Path) -> Mapping[str, Any]:
+    remedy = "bring back the committed one (git checkout), or remove it and run `harness reproduce --all`"
+    return shape.read(shape.Origin, place, remedy=remedy)
 
 
 def _origin(settings: Profile) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.document import NOT_BUILT, NOT_RUN
+from harness.provenance import machine_words
 
 NOTHING = "–"
 _ITEMS = 12
@@ -47,7 +48,8 @@ def twin(claim: Mapping[str, Any]) -> str:
     cell = claim["twin"]
     if cell is None:
         return NOTHING if claim["detail"].get("no_twin") else NOT_RUN
-    spread = "" if cell.get("low") is None else f" [{number(cell['low'])}, {number(cell['high'])}]"
+    missing = " (range not computed)" if "range" in cell.get("detail", {}) else ""
+    spread = missing if cell.get("low") is None else f" [{number(cell['low'])}, {number(cell['high'])}]"
     if cell.get("kind") == "calibration":
         return str(cell["text"])
     agrees = {True: ", agrees", False: ", does not agree"}.get(cell.get("agrees"), "")
@@ -81,10 +83,17 @@ def what_was_run(claim: Mapping[str, Any]) -> str:
     parts = [
         f"experiment {detail['experiment']}" if detail["experiment"] else "no experiment yet",
         f"stages {', '.join(detail['stages'])}" if detail["stages"] else "",
+        f"by {'; '.join(map(_made_by, detail['made_by']))}" if detail.get("made_by") else "",
         f"on {back_ends}" if back_ends else "",
         f"{sources['shards']} shards, together {sources['sha256'][:16]}" if sources["shards"] else "",
     ]
     return "; ".join(part for part in parts if part)
+
+
+def code(commit: str | None, dirty: bool | None) -> str:
+    """For example: 337193d57180 with uncommitted changes. ``dirty`` None: nothing says so (an old stage)."""
+    words = {True: " with uncommitted changes", False: "", None: " (state not kept)"}
+    return f"{commit[:12] if commit else 'an unknown commit'}{words[dirty]}"
 
 
 def measured(claim: Mapping[str, Any]) -> Table | None:
@@ -161,7 +170,8 @@ def stages(document: Mapping[str, Any]) -> Table:
         rows.append(
             (
                 name,
-                (stage["commit"] or "unknown")[:12],
+                code(stage["commit"], stage.get("dirty")),
+                stage.get("machine") or NOTHING,
                 " ".join(key.get(part, NOTHING)[:8] for part in ("code", "settings", "data")),
                 number(stage["wall_s"]),
                 ", ".join(str(run["tasks"]) for run in runs) or NOTHING,
@@ -170,23 +180,18 @@ def stages(document: Mapping[str, Any]) -> Table:
                 ", ".join(f"{len(run['shards'])}" for run in runs) or NOTHING,
             )
         )
-    head = ("stage", "commit", "code, settings, data", "took (s)", "tasks", "seed", "trajectories", "shards")
+    head = ("stage", "commit", "machine", "code, settings, data", "took (s)", "tasks", "seed", "trajectories", "shards")
     return Table(head, tuple(rows))
 
 
 def provenance(document: Mapping[str, Any]) -> Table:
     found = document["provenance"]
-    machine = found["machine"]
     rows = [
         ("profile", str(found["profile"])),
         ("back ends", ", ".join(f"{role}: {name}" for role, name in found.get("back_ends", {}).items())),
-        ("commit", f"{found['commit']}{' with uncommitted changes' if found['dirty'] else ''}"),
+        ("commit of the last run", f"{found['commit']}{' with uncommitted changes' if found['dirty'] else ''}"),
         ("lock (constraints.txt)", str(found["constraints"])),
-        (
-            "machine",
-            f"{machine['cores']} cores of {machine['processor']}, {machine['memory_gib']} GiB, {machine['system']}, "
-            f"Python {machine['python']}",
-        ),
+        ("machine", machine_words(found["machine"])),
         ("versions", ", ".join(f"{name} {version}" for name, version in found["versions"].items())),
     ]
     return Table(("what", "value"), tuple(rows))
@@ -221,6 +226,10 @@ def runs(document: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]
     for name, stage in document["stages"].items():
         for place, run in stage["runs"].items():
             yield (name if len(stage["runs"]) == 1 else f"{name} {place}"), run
+
+
+def _made_by(one: Mapping[str, Any]) -> str:
+    return f"{code(one['commit'], one['dirty'])} ({', '.join(one['stages'])})"
 
 
 def _flat_table(head: str, tree: Any) -> Table | None:

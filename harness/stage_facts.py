@@ -9,20 +9,30 @@ from typing import Any
 
 import numpy as np
 
-from harness import cost, derived, evidence
+from farm.errors import UsageError
+from harness import cost, derived, evidence, shape
 from harness.code_digest import short_digest
 
 _QUANTILES = {"p5": 0.05, "p25": 0.25, "median": 0.5, "p75": 0.75, "p95": 0.95, "max": 1.0}
+_REMEDY = "bring back the committed logs (git checkout), or keep those of a finished run with `harness report --stages`"
 
 
 def stage_facts(stage: Path) -> dict[str, Any]:
-    """``commit`` and ``key`` of a finished stage (:mod:`harness.stage_key`), and what each run in it says."""
-    done = json.loads((stage / "done.json").read_text())
+    """What made a finished stage, its ``key`` (:mod:`harness.stage_key`), and what each run in it says.
+
+    Raises UsageError where its logs are damaged."""
+    done = shape.read(shape.Done, stage / "done.json", remedy=_REMEDY)
+    try:
+        runs = {str(run.relative_to(stage)): _run(run) for run in evidence.runs(stage)}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # pyarrow's own is a ValueError
+        raise UsageError(f"{stage}: its logs are damaged ({type(error).__name__}: {error}); {_REMEDY}") from None
     return {
         "commit": done.get("commit"),
+        "dirty": done.get("dirty"),
+        "machine": done.get("machine"),
         "key": done.get("key"),
         "wall_s": done["wall_s"],
-        "runs": {str(run.relative_to(stage)): _run(run) for run in evidence.runs(stage)},
+        "runs": runs,
     }
 
 

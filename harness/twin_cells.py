@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from farm.errors import UsageError
 from harness.lab import Lab, StageError
 from harness.profiles import Profile
 
@@ -17,7 +18,9 @@ def wanted(profile: Profile) -> bool:
 
 
 def twin_cells(lab: Lab) -> dict[str, Any]:
-    """Claim id -> cell; empty where an archive has no predictions, and for a quick run, which has no time for them."""
+    """Claim id -> cell; empty where an archive has no predictions, and for a quick run, which has no time for them.
+
+    Raises UsageError where they are damaged."""
 
     def work(folder: Path) -> None:
         from harness.twin import predictions, sensitivity
@@ -28,7 +31,14 @@ def twin_cells(lab: Lab) -> dict[str, Any]:
     if not (lab.archive or wanted(lab.profile)):
         return {}
     try:
-        cells: dict[str, Any] = json.loads((lab.stage(STAGE, work) / FILE).read_text())
+        place = lab.stage(STAGE, work) / FILE
     except StageError:
         return {}
+    try:
+        cells: dict[str, Any] = json.loads(place.read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{place}: holds no predictions ({error}); remove {place.parent} and run `harness reproduce`, "
+            "or bring back the committed logs (git checkout)"
+        ) from None
     return cells

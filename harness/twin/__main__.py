@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from harness.twin import calibration, scenarios, sensitivity
-from harness.twin.predictions import FIGURES, SHORT, Runs, predictions
+from harness.twin.predictions import FIGURES, NO_RANGE, SHORT, Runs, predictions
 
 
 @click.group()
@@ -21,7 +21,10 @@ def main() -> None:
 @click.option("--out", type=click.Path(path_type=Path), help="Write the cells as JSON, too.")
 def predict(out: Path | None) -> None:
     """Predict every claim and print it. Takes about a minute of one core."""
-    cells = predictions(ranges=sensitivity.stored())
+    ranges = sensitivity.stored()
+    if ranges is None:
+        click.echo(f"ranges: {NO_RANGE}", err=True)
+    cells = predictions(ranges=ranges)
     for claim, cell in cells.items():
         click.echo(f"{claim:15} {cell.text}")
     if out is not None:

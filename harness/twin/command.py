@@ -56,7 +56,7 @@ def plan(
         gpu_hour=gpu_hour,
         sandbox_hour=sandbox_hour,
     )
-    click.echo("simulating two hours ...", err=True)
+    click.echo("simulating two hours, at most a day when steps take longer ...", err=True)
     _print(question, answer(question))
 
 
@@ -88,9 +88,9 @@ def _print(question: Question, found: Answer) -> None:
         ("sandboxes at once", str(found.sandboxes)),
         ("in flight, mean", f"{found.in_flight:.0f}"),
         ("trajectories per hour", f"{found.per_hour:,.0f}"),
-        ("one trajectory, mean", f"{found.trajectory_s:.0f} s"),
-        ("sandbox start, median", f"{found.start_s:.2g} s"),
-        ("training step, median", f"{found.step_s:.0f} s (of it the trainer's own {found.train_s:.0f} s)"),
+        ("one trajectory, mean", _seconds(found.trajectory_s, found)),
+        ("sandbox start, median", _seconds(found.start_s, found, ".2g")),
+        ("training step, median", _step(found)),
         ("engines busy", f"{found.engine_busy:.0%}"),
         ("KV use, peak", f"{found.peak_use:.0%}; queue {found.peak_queued}"),
         ("bottleneck", found.bottleneck),
@@ -108,13 +108,24 @@ def _print(question: Question, found: Answer) -> None:
     )
 
 
+def _seconds(value: float | None, found: Answer, digits: str = ".0f") -> str:
+    return f"none within {found.simulated_s / 3600:.1f} hours" if value is None else f"{value:{digits}} s"
+
+
+def _step(found: Answer) -> str:
+    own = "" if found.train_s is None else f" (of it the trainer's own {found.train_s:.0f} s)"
+    return _seconds(found.step_s, found) + own
+
+
 def _print_inputs() -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from harness.twin import calibration
 
-    shown = Table("input", "value", "unit", "kind", "source", box=None)
+    shown = Table(Column("input", no_wrap=True), "value", "unit", "allowed", "kind", "source", box=None)
     for entry in calibration.load().entries.values():
-        shown.add_row(entry.name, f"{entry.value:g}", entry.unit, entry.kind, entry.source)
+        shown.add_row(
+            entry.name, f"{entry.value:g}", entry.unit, "{:g} to {:g}".format(*entry.allowed), entry.kind, entry.source
+        )
     Console().print(shown)

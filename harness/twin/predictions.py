@@ -33,6 +33,8 @@ REPORTED = {
 WITHIN = 1 / 3
 WITHIN_SHEET = 0.1
 
+NO_RANGE = "not computed for this twin and these inputs; `python -m harness.twin sensitivity` does it"
+
 _START_SLOWDOWN = 4.6  # of the host at the reference's load: a first guess
 _START_TRIES = 5
 _START_PRECISION = 0.02
@@ -349,7 +351,7 @@ class _Maker:
         value = self._value(name)
         cell = TwinCell(value=value, **settings)
         if self.ranges is None or name not in self.ranges.spans:
-            return cell
+            return replace(cell, detail={**cell.detail, "range": NO_RANGE})
         low, high = self.ranges.around(name, value)
         detail = {**cell.detail, "moves_it_most": self.ranges.strongest(name)}
         return replace(cell, low=low, high=high, detail=detail)

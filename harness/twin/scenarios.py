@@ -42,7 +42,7 @@ def half(inputs: Inputs) -> Inputs:
 
 def speed(inputs: Inputs) -> EngineSpeed:
     achieved = Achieved(
-        bandwidth=min(1.0, inputs["bandwidth_share"]),
+        bandwidth=inputs["bandwidth_share"],
         prefill_flops=inputs["prefill_share"],
         step_overhead_s=inputs["step_overhead_s"],
     )
@@ -54,7 +54,7 @@ def kv_tokens(inputs: Inputs) -> int:
     return capacity_tokens(
         inputs.shape,
         inputs.gpu,
-        memory_fraction=min(0.95, inputs["memory_fraction"]),
+        memory_fraction=inputs["memory_fraction"],
         reserved_bytes=inputs["reserved_bytes"],
     )
 
@@ -74,7 +74,7 @@ def workload(inputs: Inputs) -> HeavyTail:
         grade_s=inputs["grade_s"],
         grade_sigma=0.8,
         runaway=inputs["runaway"],
-        pass_rate=min(0.95, inputs["pass_rate"]),
+        pass_rate=inputs["pass_rate"],
         seed=inputs.seed,
     )
 
@@ -185,7 +185,7 @@ def reference(
         ),
         intervals=_LONG_RUN,
         guarded=guarded,
-        fault_rate=min(1.0, inputs["infra_failures"]),
+        fault_rate=inputs["infra_failures"],
         fault_seed=inputs.seed,
         horizon_s=horizon_s,
     )

@@ -110,15 +110,19 @@ def stored(path: Path = STORED) -> Ranges | None:
     return Ranges({f: {n: (low, high) for n, (low, high) in pairs.items()} for f, pairs in document["spans"].items()})
 
 
-def digest(files: Iterable[Path] | None = None) -> str:
-    """Of the twin's models and of the calibration."""
+def digest(inputs: Inputs | None = None) -> str:
+    """Of the twin's models and of the values that go into them. Where a value comes from is no part of it, nor are the
+    models of the embedded parts (``embedded.py``, ``recorded.py``), which no figure here depends on."""
+    inputs = inputs or calibration.load()
     found = hashlib.sha256()
-    for file in sorted(files or [calibration.CALIBRATION, *(HERE / f"{name}.py" for name in _MODELS)]):
+    for file in sorted(HERE / f"{name}.py" for name in _MODELS):
         found.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    values = {name: entry.value for name, entry in inputs.entries.items()}
+    found.update(json.dumps([inputs.shape.name, inputs.gpu_name, inputs.seed, values], sort_keys=True).encode())
     return found.hexdigest()[:32]
 
 
 _MODELS = (
-    "clock", "course", "engine", "fleet", "learner", "roofline", "sandbox", "scenarios", "sheets", "simulate",
-    "trainer", "workload",
+    "clock", "course", "engine", "fleet", "learner", "result", "roofline", "sandbox", "scenario", "scenarios", "sheets",
+    "simulate", "trainer", "workload",
 )  # fmt: skip

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from farm.errors import UsageError
-from harness import claims, compare, document, experiments, figures, report, rules, sections
+from harness import claims, cli, compare, document, experiments, figures, report, rules, sections
 from harness.claims import Claim, Measurement
 from harness.document import Row
+from harness.html import is_whole
 from harness.profiles import EMBEDDED, profile
 from harness.provenance import provenance
 from harness.stats import Estimate
+from harness.twin.predictions import NO_RANGE
 
 CURVE = [{"step": s, "pass_rate": s / 10} for s in range(1, 6)]
 ORIGIN = provenance("quick") | {"back_ends": dict(EMBEDDED)}
@@ -226,6 +231,77 @@ def test_html_is_whole_self_contained_and_escaped() -> None:
     assert "@media print" in text
 
 
+def _changed(change: Callable[[dict[str, Any]], None]) -> str:
+    whole: dict[str, Any] = json.loads(document.text(made()))
+    change(whole)
+    return json.dumps(whole)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda d: d.pop("claims"), "claims: field required"),
+        (lambda d: d["claims"][0].pop("here"), r"claims\.0\.here: field required"),
+        (
+            lambda d: d["claims"][0].update(here={"value": "31"}),
+            r"claims\.0\.here\.value: input should be a valid number",
+        ),
+        (lambda d: d["claims"][0]["detail"].pop("statement"), r"claims\.0\.detail\.statement: field required"),
+        (lambda d: d.update(claims={}), "claims: input should be a valid list"),
+        (lambda d: d.update(provenance={}), r"provenance\.profile: field required"),
+    ],
+)
+def test_a_report_of_another_shape_is_a_usage_error(
+    change: Callable[[dict[str, Any]], None], told: str, tmp_path: Path
+) -> None:
+    (tmp_path / "report.json").write_text(_changed(change))
+    for command in ("check", "diff", "report"):
+        arguments = [command, *[str(tmp_path)] * (2 if command == "diff" else 1)]
+        raised = CliRunner().invoke(cli.cli, arguments).exception
+        assert isinstance(raised, UsageError)
+        assert re.search(rf"report\.json: {told}.*`harness report --rebuild`", str(raised))
+
+
+def test_a_row_without_figures_was_not_run_whatever_it_says() -> None:
+    claim = claims.select(("pass1-rl",))[0]
+    row = {"here": None, "status": "holds", "detail": {}}
+    assert document.verdict(claim, row)[0] == "not run"
+    assert document.verdict(claim, row | {"detail": {"measured": {}}})[0] == "not run"
+    assert document.verdict(claim, row | {"status": "not built yet"})[0] == "not built yet"
+    told = {"here": {"value": 1.0}, "status": "holds", "detail": {"undecided": True}}
+    assert document.verdict(claim, told)[0] == "not run"
+    (judged,) = compare.check({"claims": [row | {"id": claim.id}]}, [claim])
+    assert (judged.now, judged.lost) == ("not run", True)
+
+
+@pytest.mark.parametrize(
+    ("cell", "whole"),
+    [
+        ("40 / 0", True), ("steptime-cap", True), ("± 3.65 (29 %)", True), ("12.6 %", True), ("–", True),
+        ("145 steps", False), ("2 cores of a processor", False), ("a-name-that-is-far-too-long-for-one-line", False),
+    ],
+)  # fmt: skip
+def test_no_line_breaks_a_figure_or_a_name(cell: str, whole: bool) -> None:
+    assert is_whole(cell) is whole
+
+
+def test_in_print_only_words_that_fit_no_line_are_broken() -> None:
+    page = report.files(made())["report.html"].decode()
+    in_print = page[page.index("@media print") : page.index("</style>")]
+    assert "anywhere" not in in_print
+    assert '<td class="whole">0.15 / 0.484</td>' in page
+    assert "<td>bubblewrap is not priced</td>" in page
+
+
+def test_a_missing_range_of_the_twin_is_said() -> None:
+    row = {"detail": {}, "twin": {**TWIN, "low": None, "high": None, "detail": {"range": NO_RANGE}}}
+    assert sections.twin(row) == "800 s to 260 s (3.1x) (range not computed), agrees"
+    assert sections.twin({"detail": {}, "twin": TWIN}) == "800 s to 260 s (3.1x) [2.5, 3.6], agrees"
+    whole = sections.predicted(row)
+    assert whole is not None
+    assert ("range", NO_RANGE) in whole.rows
+
+
 def test_another_schema_and_no_report_are_usage_errors(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no such report"):
         document.read(tmp_path)
@@ -300,6 +376,57 @@ def test_diff_knows_noise_from_change() -> None:
     lone = {change.claim: change.word for change in compare.diff(made(), {**made(), "claims": []})}
     assert lone["pass1-rl"] == "only in A"
     assert compare.differing_origins(made(), {**made(), "provenance": ORIGIN | {"profile": "full"}}) == ["profile"]
+
+
+@pytest.mark.parametrize(
+    ("value", "require", "word"),
+    [
+        (7.76, ["here.value <= 23"], "not tested"),  # a peak, without an interval
+        (40.5, [], "not tested"),
+        (145, [], "changed"),
+        (0.0, ["here.value == 0"], "changed"),
+    ],
+)
+def test_without_an_interval_only_counts_are_compared(value: float, require: list[str], word: str) -> None:
+    def one(figure: float) -> dict[str, Any]:
+        here = {"value": figure, "low": figure, "high": figure, "n": 5, "unit": "x"}
+        return {"claims": [{"id": "a", "status": "holds", "here": here, "detail": {"require": require}}]}
+
+    (same,) = compare.diff(one(value), one(value))
+    (change,) = compare.diff(one(value), one(value * 1.001 + (1 if value == 0 else 0)))
+    assert same.word == "equal"
+    assert (change.word, change.p, change.beyond_noise) == (word, None, word == "changed")
+
+
+def test_a_figure_that_is_not_finite_is_not_tested() -> None:
+    def one(low: float | None) -> dict[str, Any]:
+        here = {"value": 1.5 if low else None, "low": low, "high": 2.0, "n": 5, "unit": "x"}
+        return {"claims": [{"id": "a", "status": "holds", "here": here, "detail": {}}]}
+
+    assert compare.diff(one(1.0), one(None))[0].word == "not tested"
+
+
+def test_each_row_names_the_code_and_the_machine_that_made_its_stages() -> None:
+    stages = {
+        "sft": {**STAGES["eval-rl"], "commit": "a" * 40, "dirty": False, "machine": "2 cores"},
+        "rl": {**STAGES["eval-rl"], "commit": "b" * 40, "dirty": True, "machine": "2 cores"},
+        "eval-rl": {**STAGES["eval-rl"], "commit": "a" * 40, "dirty": False, "machine": "2 cores"},
+        "old": STAGES["eval-rl"],  # of before this was kept
+    }
+    claim = claims.select(("pass1-rl",))[0]
+    row = Row(claim=claim, measurement=measured(), stages=tuple(stages))
+    built = document.build([row], version="1", provenance=ORIGIN, stages=stages)
+    made_by = built["claims"][0]["detail"]["made_by"]
+    assert [(one["commit"][0], one["dirty"], one["stages"]) for one in made_by] == [
+        ("a", False, ["sft", "eval-rl"]), ("b", True, ["rl"]), ("c", None, ["old"]),
+    ]  # fmt: skip
+    told = sections.what_was_run(built["claims"][0])
+    assert "by aaaaaaaaaaaa (sft, eval-rl); bbbbbbbbbbbb with uncommitted changes (rl); cccccccccccc (" in told
+    assert "(state not kept) (old)" in told
+    table = sections.stages(built)
+    assert [row[1:3] for row in table.rows][1] == ("bbbbbbbbbbbb with uncommitted changes", "2 cores")
+    assert table.rows[3][2] == sections.NOTHING
+    assert told in report.files(built)["report.html"].decode()
 
 
 def test_small_tables_of_numbers_stand_on_one_line() -> None:

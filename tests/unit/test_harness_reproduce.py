@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from farm.errors import UsageError
-from harness import back_ends, claims, cli, document, experiments, profiles, report, reproduce, twin_cells, views
+from harness import back_ends, claims, cli, document, experiments, lab, profiles, report, reproduce, twin_cells, views
 from harness.claims import Claim, Measurement
 from harness.lab import Lab
 from harness.stats import Estimate
@@ -119,6 +119,54 @@ def test_the_report_is_what_its_kept_logs_give(tmp_path: Path) -> None:
         views.show_report(folder, rebuild=True, verify=False, stages=tmp_path)
     with pytest.raises(UsageError, match="holds no kept logs"):
         views.show_report(tmp_path, rebuild=True, verify=False, stages=None)
+
+
+@pytest.mark.usefixtures("bench")
+@pytest.mark.parametrize(
+    ("file", "content", "told"),
+    [
+        ("origin.json", "", r"origin\.json: is not readable JSON.*git checkout"),
+        ("origin.json", "{}", r"origin\.json: version: field required.*harness reproduce --all"),
+        ("stage-one/done.json", "{}", r"done\.json: wall_s: field required.*git checkout"),
+        ("stage-one/done.json", "[1]", r"done\.json: input should be.*git checkout"),
+        ("stage-one/run/run.json", "{}", r"stage-one/run: holds neither a trajectory log nor a derived one"),
+    ],
+)
+@pytest.mark.parametrize("how", ["rebuild", "verify"])
+def test_damaged_logs_are_a_usage_error(file: str, content: str, told: str, how: str, tmp_path: Path) -> None:
+    run(tmp_path)
+    folder = tmp_path / "reports" / "1"
+    place = folder / "logs" / file
+    place.parent.mkdir(exist_ok=True)
+    place.write_text(content)
+    with pytest.raises(UsageError, match=told):
+        views.show_report(folder, rebuild=how == "rebuild", verify=how == "verify", stages=None)
+
+
+@pytest.mark.usefixtures("bench")
+def test_a_truncated_derived_log_is_a_usage_error(tmp_path: Path) -> None:
+    run(tmp_path)
+    kept = tmp_path / "reports" / "1" / "logs" / "stage-one" / "run"
+    (kept / "derived").mkdir(parents=True)
+    (kept / "run.json").write_text("{}")
+    (kept / "config.json").write_text("{}")
+    (kept / "derived" / "trajectories.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(UsageError, match=r"stage-one: its logs are damaged \(ArrowInvalid: .*git checkout"):
+        views.show_report(tmp_path / "reports" / "1", rebuild=False, verify=True, stages=None)
+
+
+@pytest.mark.usefixtures("bench")
+def test_a_row_keeps_what_made_its_stages_when_another_is_run_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, commit in (("one", "1" * 40), ("two", "2" * 40)):
+        made_by = {"commit": commit, "dirty": name == "two", "machine": f"machine {name}"}
+        monkeypatch.setattr(lab, "made_by", lambda made_by=made_by: made_by)
+        _, rows = run(tmp_path, name)
+    for name, commit in (("one", "1" * 40), ("two", "2" * 40)):
+        assert rows[name]["detail"]["made_by"] == [  # type: ignore[index]
+            {"commit": commit, "dirty": name == "two", "machine": f"machine {name}", "stages": [f"stage-{name}"]}
+        ]
 
 
 @pytest.mark.usefixtures("bench")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,18 @@ from click.testing import CliRunner
 
 from farm.cli import main as farm
 from farm.errors import UsageError
+from harness import bench
 from harness.twin import calibration, plan, scenarios, sensitivity
-from harness.twin.predictions import FIGURES, REPORTED, Horizons, TwinCell, predictions
+from harness.twin.predictions import (
+    FIGURES,
+    NO_RANGE,
+    REPORTED,
+    Horizons,
+    Runs,
+    TwinCell,
+    _Maker,
+    predictions,
+)
 from harness.twin.sensitivity import Job, Ranges
 from harness.twin.thrash import thrash
 
@@ -92,6 +104,27 @@ def test_predictions_in_small_are_whole_and_repeatable() -> None:
     assert cells["throughput"].detail["moves_it_most"] == ["command_s"]
 
 
+def test_a_figure_without_its_range_says_so() -> None:
+    bare = _Maker(Runs(SMALL, BRIEF), None).separation()
+    assert (bare.low, bare.detail["range"]) == (None, NO_RANGE)
+    ranged = _Maker(Runs(SMALL, BRIEF), Ranges({"push_s": {"push_bytes_per_s": (0.8, 1.25)}})).separation()
+    assert ranged.low == pytest.approx(0.8 * ranged.value)
+    assert "range" not in ranged.detail
+
+
+def test_the_inputs_that_no_report_has_are_not_called_reported() -> None:
+    inputs = calibration.load().entries
+    assert inputs["runaway"].kind == inputs["turns_median"].kind == "assumed"
+
+
+def test_a_simulated_day_is_part_of_the_bench(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert bench.DAY_S == 24 * 3600
+    monkeypatch.setattr(bench, "DAY_S", 300.0)
+    (figure,) = bench.PARTS["twin"]().values()
+    assert figure["n"] == 1
+    assert figure["unit"] == "CPU s"
+
+
 def test_what_went_in_is_never_said_to_agree() -> None:
     cell = TwinCell(value=1.9, unit="s", text="went in", kind="calibration")
     assert cell.to_json()["agrees"] is None
@@ -114,6 +147,15 @@ def test_each_input_is_moved_alone_and_the_range_covers_all() -> None:
     assert ranges.strongest("cloud_per_hour") == ["command_s", "engines"]
     assert "engines" not in ranges.spans["capacity_tokens"]
     assert "outstanding" not in ranges.spans["cloud_per_hour"]
+
+
+def test_only_what_a_figure_hangs_on_is_in_the_digest() -> None:
+    inputs = calibration.load()
+    assert sensitivity.digest() == sensitivity.digest(inputs)
+    assert sensitivity.digest(inputs.scaled("command_s", 1.01)) != sensitivity.digest()
+    assert sensitivity.digest(inputs.on(gpu="h100")) != sensitivity.digest()
+    told = replace(inputs.entries["command_s"], source="somebody said so", kind="practice")
+    assert sensitivity.digest(replace(inputs, entries={**inputs.entries, "command_s": told})) == sensitivity.digest()
 
 
 def test_ranges_of_another_twin_are_not_used(tmp_path: Path) -> None:
@@ -149,6 +191,34 @@ def test_a_plan_answers_what_was_asked() -> None:
     assert 0 < found.engine_busy < 1
 
 
+def test_steps_that_take_long_are_waited_for_and_their_cap_is_one_that_is_accepted() -> None:
+    # 40 trajectories a step, two at once: no two steps in two hours.
+    slow = {"group_size": 4, "groups_per_step": 10, "turns_median": 8}
+    found = plan.answer(_question(concurrency=2, values=slow))
+    assert found.simulated_s > plan.HORIZONS_S[0] * 0.99
+    assert found.step_s is not None
+    assert found.step_s > 1000
+    assert found.cap_for_all == calibration.load().shape.context_length
+    assert plan.answer(_question(cap_tokens=found.cap_for_all)).cap_tokens == found.cap_for_all
+
+
+def test_what_does_not_happen_in_time_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "HORIZONS_S", (1_900.0, 2_000.0))
+    never = ["--concurrency", "2", "--engines", "1", "--gpu-hour", "2", "--set", "groups_per_step=100"]
+    ran = CliRunner().invoke(farm, ["plan", *never])
+    assert ran.exit_code == 0
+    assert re.search(r"training step, median +none within 0\.6 hours", ran.stdout)
+    assert "nan" not in ran.stdout
+    assert "cost of a step" not in ran.stdout
+
+
+def test_every_input_may_be_a_fifth_higher_or_lower() -> None:
+    for entry in calibration.load().entries.values():
+        low, high = entry.allowed
+        assert low <= 0.8 * entry.value
+        assert 1.2 * entry.value <= high
+
+
 def test_too_small_a_cache_is_the_bottleneck() -> None:
     found = plan.answer(_question(gpu="h100", concurrency=64, values={"memory_fraction": 0.85, "groups_per_step": 4}))
     assert found.bottleneck.startswith("KV cache")
@@ -162,9 +232,18 @@ def test_too_small_a_cache_is_the_bottleneck() -> None:
         (["--model", "abacus"], "model 'abacus' has no data sheet; known: qwen3-30b-a3b"),
         (["--gpu", "abacus"], "GPU 'abacus' has no data sheet"),
         (["--sandbox", "cellar"], "--sandbox 'cellar' is unknown; known: e2b, docker, local"),
-        (["--set", "speed=3"], "--set speed: no such input"),
+        (["--set", "speed=3"], "input 'speed' is unknown; known: agent_s"),
         (["--set", "command_s"], "must be INPUT=NUMBER"),
-        (["--set", "command_s=-1"], "must be a finite number"),
+        (["--set", "command_s=-1"], "command_s is -1; allowed: 0.001 to 86400 s per turn"),
+        (["--set", "command_s=nan"], "command_s is nan; allowed"),
+        (["--set", "bandwidth_share=0"], "bandwidth_share is 0; allowed: 0.01 to 1 share"),
+        (["--set", "memory_fraction=5"], "memory_fraction is 5; allowed: 0.05 to 0.95"),
+        (["--set", "group_size=0"], "group_size is 0; allowed: 1 to 1024 attempts"),
+        (["--set", "turns_median=0"], "turns_median is 0; allowed: 1 to 1000 turns"),
+        (["--set", "train_gpus=0"], "train_gpus is 0; allowed: 1 to 100000 GPUs"),
+        (["--cores", "nan"], "host_cores is nan; allowed"),
+        (["--gpu-hour", "nan"], "--gpu-hour is nan; must be a finite price"),
+        (["--sandbox-hour", "inf"], "--sandbox-hour is inf; must be a finite price"),
         (["--cap", "900000"], "the model's context is 262144"),
         (["--gpu", "h100", "--model", "qwen3-32b"], "needs 66 GB for its weights"),
     ],
