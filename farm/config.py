@@ -424,6 +424,7 @@ _REAL_CODE: Mapping[str, Mapping[str, Any]] = {
 }
 _SWEBENCH: Mapping[str, Mapping[str, Any]] = {
     "cluster": {"slots": 4},
+    "sandbox": {"provider": "docker"},  # its images
     "renderer": {"name": "chat"},
     "grader": {"name": "swebench"},
     "engine": {"context_length": 32_768, "max_total_tokens": 1_500_000},

@@ -67,11 +67,11 @@ def prepare(config: FarmConfig) -> Prepared:
         _check_engines(config.engine)
     _check_port(config.cluster.port)
     _check_scheduler(config.cluster.address)
-    provider = make_provider(config.sandbox.provider, **config.sandbox_options())
     tasks = load_tasks(config.rollout.tasks, limit=config.rollout.limit)
     make_grader(config.grader.name)
     _check_parsers(tasks, config.grader.name)
     _check_images(tasks, config.sandbox.provider)
+    provider = make_provider(config.sandbox.provider, **config.sandbox_options())
     if not tasks:
         raise UsageError(f"tasks {config.rollout.tasks!r}: no tasks in there; give a source with at least one")
     if isinstance(provider, ImageKeeper):
