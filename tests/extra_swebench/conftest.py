@@ -1,5 +1,5 @@
-"""Tests that need the extra ``swebench``. They run by ``make test-swebench``, which sets the variable. What needs the rows of
-SWE-bench Verified is skipped where they are not at hand (ROLLOUT_FARM_DATA).
+"""Tests that need the extra ``swebench``. They run by ``make test-swebench``, which sets the variable. What needs the
+rows of SWE-bench Verified is skipped where they are not at hand (ROLLOUT_FARM_DATA).
 
 All share one grading process, as a worker's gradings do: its start takes seconds."""
 
