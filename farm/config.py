@@ -204,8 +204,9 @@ class EngineConfig(EnginePoolConfig):
 
     ``overcommit``: admission lets episodes reserve this many times an engine's KV budget, since few use their whole
     context cap at once. ``weights``: how new policies get into the engines; "disk": each loads the published folder;
-    "push": the trainer sends them over a process group, and an engine that has none within ``push_wait_s`` seconds
-    loads the folder. A circuit breaker takes an engine out, see :mod:`farm.circuit`."""
+    "push": something that calls :mod:`trainer.megatron.push` sends them over a process group (``trainer train`` does
+    not), and an engine that has none within ``push_wait_s`` seconds loads the folder. A circuit breaker takes an engine
+    out, see :mod:`farm.circuit`."""
 
     overcommit: float = Field(default=1.0, gt=0, le=100)
     weights: Literal["disk", "push"] = "disk"
@@ -427,7 +428,8 @@ _SWEBENCH: Mapping[str, Mapping[str, Any]] = {
     "sandbox": {"provider": "docker"},  # its images
     "renderer": {"name": "chat"},
     "grader": {"name": "swebench"},
-    "engine": {"context_length": 32_768, "max_total_tokens": 1_500_000},
+    # SGLang refuses prompts within six tokens of its context: long episodes would end as failures, not by their cap.
+    "engine": {"context_length": 32_768 + 8, "max_total_tokens": 1_500_000},
     "limits": {
         "max_turns": 100,
         "max_tokens_per_turn": 2_048,
