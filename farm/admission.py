@@ -73,6 +73,8 @@ class Admission:
             raise UsageError(f"overcommit must be above 0, got {overcommit}; 1.0 never exceeds an engine's KV budget")
         self._overcommit = overcommit
         self._engines: dict[str, EngineCapacity] = {}
+        self._limits: dict[str, int] = {}  # tokens that may be reserved on each engine
+        self._largest: dict[str, int] = {}  # tokens of the largest episode that each can hold
         self._held: dict[str, _Held] = {}
         self._reserved: dict[str, int] = {}
         self._groups: dict[tuple[str, str], int] = {}  # (group, url) -> live episodes
@@ -96,8 +98,7 @@ class Admission:
 
     def limit_tokens(self, url: str) -> int:
         """Tokens that may be reserved on an engine: its budget times the overcommit factor."""
-        engine = self._engines.get(url)
-        return 0 if engine is None else int(engine.budget_tokens * self._overcommit)
+        return self._limits.get(url, 0)
 
     def holder(self, key: str) -> str | None:
         """The engine an episode holds a reservation on."""
@@ -109,6 +110,8 @@ class Admission:
     def set_engine(self, url: str, capacity: EngineCapacity) -> list[Grant]:
         """Add an engine or change what is known of it; returns the episodes that can run now."""
         self._engines[url] = capacity
+        limit = self._limits[url] = int(capacity.budget_tokens * self._overcommit)
+        self._largest[url] = min(limit, capacity.context_length, capacity.budget_tokens)
         return self._admit()
 
     def unverify(self, url: str) -> None:
@@ -119,7 +122,8 @@ class Admission:
 
     def remove_engine(self, url: str) -> list[str]:
         """Forget an engine; returns the keys of the episodes that had reservations on it, now released."""
-        self._engines.pop(url, None)
+        if self._engines.pop(url, None) is not None:
+            del self._limits[url], self._largest[url]
         lost = [key for key, held in self._held.items() if held.url == url]
         for key in lost:
             self._give_back(key)
@@ -134,11 +138,11 @@ class Admission:
             raise ValueError(f"episode {ask.key} already asked for an engine")
         if ask.tokens < 1:
             raise UsageError(f"episode {ask.key}: a context cap of {ask.tokens} tokens is below 1")
-        if self._engines and not any(self._could_hold(url, ask.tokens) for url in self._engines):
-            url = max(self._engines, key=self._largest_episode)
+        if self._engines and ask.tokens > max(self._largest.values()):
+            url = max(self._engines, key=self._largest.__getitem__)
             raise UsageError(
                 f"episode {ask.key} needs {ask.tokens} tokens of context, more than any engine can hold (largest: "
-                f"{self._largest_episode(url)} at {url}); lower max_context_tokens or give the engine a larger "
+                f"{self._largest[url]} at {url}); lower max_context_tokens or give the engine a larger "
                 "context length and max-total-tokens"
             )
         self._queue[ask.key] = ask
@@ -158,9 +162,7 @@ class Admission:
     def capacity(self, url: str, tokens: int) -> int:
         """How many episodes of ``tokens`` an engine holds at once, those that run now included; 0 for an unknown
         one."""
-        if url not in self._engines or not self._could_hold(url, tokens):
-            return 0
-        return self.limit_tokens(url) // tokens
+        return self._limits[url] // tokens if tokens <= self._largest.get(url, 0) else 0
 
     def release(self, key: str) -> list[Grant]:
         """An episode ended, or no longer wants an engine; returns the episodes that can run now. Unknown keys are
@@ -172,12 +174,6 @@ class Admission:
         return self._admit()
 
     # ------------------------------------------------------------------------------------- inside
-
-    def _largest_episode(self, url: str) -> int:
-        return min(self.limit_tokens(url), self._engines[url].context_length, self._engines[url].budget_tokens)
-
-    def _could_hold(self, url: str, tokens: int) -> bool:
-        return tokens <= self._largest_episode(url)
 
     def _admit(self) -> list[Grant]:
         grants = []
@@ -198,14 +194,14 @@ class Admission:
     def _is_able(self, ask: Ask, url: str) -> bool:
         """Whether the engine may run the episode, were it empty."""
         step = self._engines[url].step
-        return step is not None and step >= ask.min_step and self._could_hold(url, ask.tokens)
+        return step is not None and step >= ask.min_step and ask.tokens <= self._largest[url]
 
     def _free_tokens(self, url: str) -> int:
-        return self.limit_tokens(url) - self.reserved_tokens(url)
+        return self._limits[url] - self._reserved.get(url, 0)
 
     def _preference(self, ask: Ask, url: str) -> tuple[bool, float]:
         """Least first."""
-        return (ask.group, url) not in self._groups, self.reserved_tokens(url) / self.limit_tokens(url)
+        return (ask.group, url) not in self._groups, self._reserved.get(url, 0) / self._limits[url]
 
     def _awaited(self, ask: Ask, able: list[str]) -> str:
         """The engine that a waiting episode keeps to itself: the same as before while it can, else the freest."""

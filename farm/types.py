@@ -20,8 +20,10 @@ from typing import Any
 
 def content_digest(value: Any) -> str:
     """SHA-256 (first 32 hex digits) of ``value`` as canonical JSON."""
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    return hashlib.sha256(_canonical(value).encode()).hexdigest()[:32]
+
+
+_canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode
 
 
 # ---------------------------------------------------------------------------------------------- tasks

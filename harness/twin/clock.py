@@ -7,6 +7,7 @@ simulation is a function of its inputs alone.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -33,27 +34,35 @@ class Clock:
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self._heap: list[tuple[float, int, Action, Any]] = []
-        self._order = 0
-        self._stopped = False
+        self._times: list[float] = []  # a heap of the keys of _due: floats are compared faster than records
+        self._due: dict[float, list[tuple[Action, Any]]] = {}
+        self._end_s = math.inf
 
     def at(self, at_s: float, action: Action, argument: Any = None) -> None:
-        self._order += 1
-        heapq.heappush(self._heap, (at_s if at_s > self.now_s else self.now_s, self._order, action, argument))
+        if at_s < self.now_s:
+            at_s = self.now_s
+        if at_s in self._due:
+            self._due[at_s].append((action, argument))
+        else:
+            self._due[at_s] = [(action, argument)]
+            heapq.heappush(self._times, at_s)
 
     def busy(self, threads: float) -> None:
         return
 
     def stop(self) -> None:
         """End :meth:`run` after what is being done."""
-        self._stopped = True
+        self._end_s = -math.inf
 
     def run(self, until_s: float) -> None:
         """Until ``until_s`` has been reached, nothing is left to do, or it is stopped."""
-        heap, pop = self._heap, heapq.heappop
-        while heap and heap[0][0] <= until_s and not self._stopped:
-            self.now_s, _, action, argument = pop(heap)
-            action(argument)
+        times, take, pop = self._times, self._due.pop, heapq.heappop
+        while times and times[0] <= min(until_s, self._end_s):
+            self.now_s = pop(times)
+            for action, argument in take(self.now_s):
+                action(argument)
+                if self._end_s < self.now_s:
+                    return
 
 
 class Cpu:

@@ -151,9 +151,9 @@ class Course:
     # ------------------------------------------------------------------------------------- turns
 
     def _next_turn(self) -> None:
-        overhead_s, cpu = self._site.overheads.turn_cpu_s, self._site.cpu
-        if overhead_s and cpu is not None:
-            cpu.run_job(overhead_s, self._generate)
+        site = self._site
+        if site.cpu is not None and site.overheads.turn_cpu_s:
+            site.cpu.run_job(site.overheads.turn_cpu_s, self._generate)
         else:
             self._generate(None)
 
@@ -226,6 +226,8 @@ class Course:
         self._context += self._script.observations[self._turn - 1]
         if self._turn >= len(self._script.outputs):
             self._end(self._script.end_reason)
+        elif self._site.cpu is None:
+            self._generate(None)
         else:
             self._next_turn()
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -112,14 +112,15 @@ class EngineModel:
     _running: dict[int, Request] = field(default_factory=dict)  # by entry, in order of admission
     _finishes: list[tuple[float, int]] = field(default_factory=list)
     _waiting: deque[Request] = field(default_factory=deque)
-    _kept: OrderedDict[str, float] = field(default_factory=OrderedDict)
+    _kept: dict[str, float] = field(default_factory=dict)  # oldest first
     _kept_tokens: float = 0.0
     _entry: int = 0
     _ratio: float = RATIO_START
     _ratio_at: float = 0.0
     _paused: bool = False
     _version: int = 0
-    _wake_s: float = math.inf
+    _due_s: float = math.inf  # when it has to be looked at again
+    _wake_s: float = math.inf  # for when that is on the timeline, perhaps too early
     _is_busy: bool = False
 
     # ------------------------------------------------------------------------------------- what is asked
@@ -151,11 +152,10 @@ class EngineModel:
     # ------------------------------------------------------------------------------------- what is done to it
 
     def submit(self, request: Request) -> None:
-        self._advance(self.timeline.now_s)
         request.queued_at_s = self.timeline.now_s
-        self.totals.requests += 1
         self._waiting.append(request)
-        self._settle()
+        self.totals.requests += 1
+        self._settle(came=1)
 
     def abort(self, request: Request) -> None:
         """The request ends with what it has, without calling ``on_done``."""
@@ -189,92 +189,107 @@ class EngineModel:
 
     # ------------------------------------------------------------------------------------- time
 
-    def _advance(self, now_s: float) -> None:
-        """Decode until ``now_s``. Never past a finish or a full cache: those are events of their own."""
+    def _advance(self, now_s: float, *, came: int = 0) -> None:
+        """Decode until ``now_s``. Never past a finish or a full cache: those are events of their own. ``came``: of
+        those that wait, who has only come at ``now_s``."""
         gone_s = now_s - self._at_s
         if gone_s <= 0.0:
             return
         self._at_s = now_s
         batch = len(self._running)
-        if not self._paused:
-            self.totals.queue_s += gone_s * len(self._waiting)
+        totals = self.totals
+        if self._waiting and not self._paused:
+            totals.queue_s += gone_s * (len(self._waiting) - came)
         if not batch:
             return
-        self.totals.busy_s += gone_s
-        rate = self.speed.kv_token_s * batch
-        first = self.speed.step_s[batch] + self.speed.kv_token_s * self._reads
+        totals.busy_s += gone_s
+        speed = self.speed
+        rate = speed.kv_token_s * batch
+        first = speed.step_s[batch] + speed.kv_token_s * self._reads
         steps = (math.sqrt(first * first + 2.0 * rate * gone_s) - first) / rate if rate > 0.0 else gone_s / first
+        more = batch * steps
         self._steps += steps
-        self.totals.use_s += gone_s * (self._tokens + 0.5 * batch * steps) / self.capacity_tokens
-        self._tokens += batch * steps
-        self._reads += batch * steps
+        totals.use_s += gone_s * (self._tokens + 0.5 * more) / self.capacity_tokens
+        self._tokens += more
+        self._reads += more
 
-    def _settle(self) -> None:
-        """Everything that follows from the present state: finishes, admissions, evictions, the next event."""
-        finishes = self._finishes
+    def _settle(self, *, came: int = 0) -> None:
+        """Everything that follows until now and from the present state: decoding, finishes, admissions, evictions, the
+        next event."""
+        timeline, running, finishes, waiting = self.timeline, self._running, self._finishes, self._waiting
+        if timeline.now_s > self._at_s:
+            self._advance(timeline.now_s, came=came)
         if finishes and finishes[0][0] <= self._steps + _DUE_STEPS:
             self._finish_due()
-        if self.capacity_tokens - self._tokens <= _FULL_TOKENS:
+        totals, capacity = self.totals, self.capacity_tokens
+        if capacity - self._tokens <= _FULL_TOKENS:
             self._make_room()
-        waiting, totals = self._waiting, self.totals
         if waiting and not self._paused:
             self._admit()
             if len(waiting) > totals.peak_queued:
                 totals.peak_queued = len(waiting)
-        tokens, capacity = self._tokens, self.capacity_tokens
+        tokens = self._tokens
         if tokens > totals.peak_use * capacity:
             totals.peak_use = tokens / capacity
-        if self._kept_tokens + tokens > capacity:
+        if tokens + self._kept_tokens > capacity:
             self._evict()
-        if self._is_busy is not bool(self._running):
-            self._is_busy = not self._is_busy
-            self.timeline.busy(1.0 if self._is_busy else -1.0)
-        self._schedule()
-
-    def _schedule(self) -> None:
-        batch = len(self._running)
+        batch = len(running)
         if not batch:
-            self._wake_s = math.inf
+            if self._is_busy:
+                self._is_busy = False
+                self._due_s = math.inf
+                timeline.busy(-1.0)
             return
-        finishes, running = self._finishes, self._running
+        if not self._is_busy:
+            self._is_busy = True
+            timeline.busy(1.0)
+        # The next event: somebody finishes, the cache is full, or admission is looked at again. What is already on the
+        # timeline is left there when it is not too late: it looks again (most events only put off the next).
         while finishes[0][1] not in running:
             heapq.heappop(finishes)
         steps = finishes[0][0] - self._steps
-        room = (self.capacity_tokens - self._tokens) / batch
+        room = (capacity - tokens) / batch
         if room < steps:
             steps = room
-        if self._waiting and steps > _QUEUE_CHECK_STEPS:
+        if steps > _QUEUE_CHECK_STEPS and waiting:
             steps = _QUEUE_CHECK_STEPS
         if steps < 0.0:
             steps = 0.0
         speed = self.speed
-        taken_s = steps * (speed.step_s[batch] + speed.kv_token_s * (self._reads + 0.5 * batch * steps))
-        wake_s = self._at_s + taken_s
-        if wake_s != self._wake_s:
-            self._wake_s = wake_s
-            self._version += 1
-            self.timeline.at(wake_s, self._wake, self._version)
+        self._due_s = due_s = self._at_s + steps * (
+            speed.step_s[batch] + speed.kv_token_s * (self._reads + 0.5 * batch * steps)
+        )
+        if due_s < self._wake_s:
+            self._call(due_s)
+
+    def _call(self, at_s: float) -> None:
+        self._wake_s = at_s
+        self._version += 1
+        self.timeline.at(at_s, self._wake, self._version)
 
     def _wake(self, version: int) -> None:
         if version != self._version:
             return
+        if self._due_s > self._wake_s:
+            if self._running:
+                self._call(self._due_s)
+            else:
+                self._wake_s = math.inf
+            return
         self._wake_s = math.inf
-        self._advance(self.timeline.now_s)
         self._settle()
 
     # ------------------------------------------------------------------------------------- requests leave
 
     def _finish_due(self) -> None:
+        if self._at_s > self.timeline.now_s + _TINY_S:
+            return  # the last token is still being computed: a prefill goes first
         finishes, running, kept = self._finishes, self._running, self._kept
         due = self._steps + _DUE_STEPS
-        while finishes and (finishes[0][0] <= due or finishes[0][1] not in running):
-            request = running.get(finishes[0][1])
+        while finishes and finishes[0][0] <= due:
+            request = running.get(heapq.heappop(finishes)[1])
             if request is None:
-                heapq.heappop(finishes)
                 continue
-            if self._at_s > self.timeline.now_s + _TINY_S:
-                return  # its last token is still being computed: a prefill goes first
-            heapq.heappop(finishes)
             self._leave(request)
             request.sampled = float(request.target)
             request.cut = request.sample > request.max_new_tokens
@@ -308,7 +323,7 @@ class EngineModel:
 
     def _evict(self) -> None:
         while self._kept and self._kept_tokens + self._tokens > self.capacity_tokens:
-            self._kept_tokens -= self._kept.popitem(last=False)[1]
+            self._kept_tokens -= self._kept.pop(next(iter(self._kept)))
         if not self._kept:
             self._kept_tokens = 0.0
 
@@ -334,45 +349,50 @@ class EngineModel:
     # ------------------------------------------------------------------------------------- requests come
 
     def _admit(self) -> None:
-        waiting, running, kept = self._waiting, self._running, self._kept
-        now_s = self.timeline.now_s
-        while waiting and len(running) < self.max_running and self._fits(waiting[0]):
-            request = waiting.popleft()
+        waiting, running, kept, speed = self._waiting, self._running, self._kept, self.speed
+        totals, now_s = self.totals, self.timeline.now_s
+        if self._at_s < now_s:
+            self._at_s = now_s
+        while waiting and len(running) < self.max_running:
+            request = waiting[0]
             tokens = request.tokens
+            batch = len(running) + 1
+            if self._tokens + tokens + batch * CLIP_NEW_TOKENS > self.capacity_tokens and not self._fits(request):
+                return
+            waiting.popleft()
             cached = kept.pop(request.prefix, 0.0)
             if cached:
                 self._kept_tokens -= cached
             elif request.group in kept:
-                cached = kept[request.group]
-                kept.move_to_end(request.group)
+                cached = kept[request.group] = kept.pop(request.group)
             if cached > tokens - 1.0:
                 cached = tokens - 1.0  # the last token is always computed: its logits are needed
-            at_s = (self._at_s if self._at_s > now_s else now_s) + self.speed.prefill_s(tokens - cached, cached)
-            self._at_s = at_s
+            self._at_s += speed.prefill_s(tokens - cached, cached)
             if request.first_token_at_s is None:
-                request.first_token_at_s = at_s
+                request.first_token_at_s = self._at_s
                 request.cached_tokens = cached
-                self.totals.prompt += tokens
-                self.totals.cached += cached
-            request.sampled += 1.0
-            request.tokens = tokens + 1.0
-            self._reads += tokens + 1.0
-            self._tokens += tokens + 1.0
+                totals.prompt += tokens
+                totals.cached += cached
+            sampled = request.sampled = request.sampled + 1.0
+            request.tokens = tokens = tokens + 1.0
+            self._reads += tokens
             if self.shares_prefixes:
                 others = self._groups.get(request.group, 0)
                 self._groups[request.group] = others + 1
                 if others:
-                    self._tokens -= request.group_tokens
+                    tokens -= request.group_tokens
+            self._tokens += tokens
             entry = self._entry = self._entry + 1
             request._entry = entry
-            request._since = self._steps
+            steps = request._since = self._steps
             running[entry] = request
-            left = request.target - request.sampled
-            heapq.heappush(self._finishes, (self._steps + left if left > 0.0 else self._steps, entry))
+            left = request.target - sampled
+            heapq.heappush(self._finishes, (steps + left if left > 0.0 else steps, entry))
 
     def _fits(self, request: Request) -> bool:
+        """Whether it does by SGLang's estimate, when it would not if all took as much as they may."""
         running = self._running
-        if self._tokens + request.tokens + (len(running) + 1) * CLIP_NEW_TOKENS <= self.capacity_tokens or not running:
+        if not running:
             return True
         ratio = max(RATIO_MIN, self._ratio - (RATIO_START - RATIO_MIN) / RATIO_STEPS * (self._steps - self._ratio_at))
         needed = self._tokens + request.tokens + min(request.max_new_tokens - request.sampled, CLIP_NEW_TOKENS)

@@ -80,23 +80,25 @@ class HeavyTail:
         means = np.array([[self.output_tokens], [self.observation_tokens], [self.command_s]])
         return np.asarray(np.log(means) - self._sigmas**2 / 2)
 
+    @functools.cached_property
+    def _draws(self) -> _Draws:
+        return _Draws()
+
     def script(self, episode: Episode, number: int) -> Script:
-        draw = np.random.Generator(np.random.Philox(key=(episode.seed << 8) + number))
+        draw = self._draws.keyed((episode.seed << 8) + number)
         length, skill = _task(episode.task.instance_id, self.seed)
         own, grade, first_start, second_start = draw.standard_normal(4).tolist()
         turns = self.turns_median * math.exp(self.task_sigma * length + self.attempt_sigma * own)
         count = max(1, min(MAX_TURNS, round(turns)))
         # Log-normal with the mean m: m * exp(sigma * z - sigma^2 / 2).
-        logs = draw.standard_normal((3, count)) * self._sigmas + self._log_means
-        outputs, observations, commands = np.exp(logs)
-        tokens: list[int] = outputs.astype(np.int64).tolist()
+        outputs, observations, commands = np.exp(draw.standard_normal((3, count)) * self._sigmas + self._log_means)
         runs_away, luck = draw.random(count) < self.runaway, draw.random()
-        if runs_away.any():
-            for turn in np.flatnonzero(runs_away).tolist():
-                tokens[turn] = ENDLESS
+        np.maximum(outputs, 1.0, out=outputs)
+        outputs[runs_away] = ENDLESS
+        tokens: list[int] = outputs.astype(np.int64).tolist()
         return Script(
             prompt=self.prompt_tokens,
-            outputs=[n or 1 for n in tokens],
+            outputs=tokens,
             observations=observations.astype(np.int64).tolist(),
             commands_s=commands.tolist(),
             collect_s=0.0,
@@ -104,6 +106,25 @@ class HeavyTail:
             reward=1.0 if luck < _solved(skill, self.pass_rate) else 0.0,
             chances=(first_start, second_start),
         )
+
+
+class _Draws:
+    """Random numbers by key. One generator that is set anew: making one takes as long as all its draws here."""
+
+    def __init__(self) -> None:
+        self._bits = np.random.Philox(key=0)
+        self._fresh = self._bits.state
+        self._generator = np.random.Generator(self._bits)
+
+    def keyed(self, key: int) -> np.random.Generator:
+        """At the start of the stream of ``Philox(key=key)``; good until the next call."""
+        words = self._fresh["state"]["key"]
+        words[0], words[1] = key & _WORD, key >> 64
+        self._bits.state = self._fresh
+        return self._generator
+
+
+_WORD = (1 << 64) - 1
 
 
 def tasks(count: int) -> list[Task]:
