@@ -170,6 +170,13 @@ def test_ranges_of_another_twin_are_not_used(tmp_path: Path) -> None:
         sensitivity.stored(place)
 
 
+def test_the_ranges_in_the_repository_are_those_of_the_twin_in_it() -> None:
+    kept = sensitivity.stored()
+    assert kept is not None, "the twin has changed: make its ranges anew with `python -m harness.twin sensitivity`"
+    low, high = kept.around("cloud_per_hour", 1.0)
+    assert low < 1.0 < high
+
+
 # ---------------------------------------------------------------------------------------------- plan
 
 
