@@ -51,18 +51,18 @@ class Clock:
         return
 
     def stop(self) -> None:
-        """End :meth:`run` after what is being done."""
+        """End :meth:`run` after what is due at this time."""
         self._end_s = -math.inf
 
     def run(self, until_s: float) -> None:
         """Until ``until_s`` has been reached, nothing is left to do, or it is stopped."""
+        if self._end_s >= 0.0:
+            self._end_s = until_s
         times, take, pop = self._times, self._due.pop, heapq.heappop
-        while times and times[0] <= min(until_s, self._end_s):
+        while times and times[0] <= self._end_s:
             self.now_s = pop(times)
             for action, argument in take(self.now_s):
                 action(argument)
-                if self._end_s < self.now_s:
-                    return
 
 
 class Cpu:
