@@ -29,6 +29,7 @@ from farm.types import SdistFiles, Task
 
 DATASET = Path(__file__).parents[2] / "datasets" / "pypi"
 WORKDIR = "/testbed"
+_TEST, _WORD = re.compile(rb"^\s*(?:async\s+)?def test", re.MULTILINE), re.compile(rb"\w+")
 _MAX_SUPPORT_BYTES = 64 << 10
 
 
@@ -178,16 +179,21 @@ def spread(grouped: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
 @lru_cache(maxsize=64)
 def _test_patch(sha256: str, folders: tuple[str, ...], tests: tuple[str, ...]) -> str:
     """Adds the test files, and whatever else of their folders is small text and not itself a test."""
+    files = sdist.files(sha256)
+    words = frozenset(_WORD.findall(b" ".join(files[path] for path in tests)))
     parts = []
-    for path, data in sdist.files(sha256).items():
-        if path in tests or (path.startswith(folders) and _is_support(path, data)):
+    for path, data in files.items():
+        if path in tests or (path.startswith(folders) and _is_support(path, data, words)):
             parts.append(unified(path, None, data.decode()))
     return "".join(parts)
 
 
-def _is_support(path: str, data: bytes) -> bool:
+def _is_support(path: str, data: bytes, words: frozenset[bytes]) -> bool:
+    """``words``: those of the test files. A module called test_util.py is none itself where they name it and it has no
+    tests."""
     name = path.rpartition("/")[2]
-    if name.startswith(("test_", "fuzz_")) or len(data) > _MAX_SUPPORT_BYTES or b"\0" in data:
+    helper = name.removesuffix(".py").encode() in words and name.endswith(".py") and not _TEST.search(data)
+    if (name.startswith(("test_", "fuzz_")) and not helper) or len(data) > _MAX_SUPPORT_BYTES or b"\0" in data:
         return False
     try:
         data.decode()

@@ -23,8 +23,10 @@ FILES = {
     "PKG-INFO": b"Name: pkg\n",
     "tests/__init__.py": b"",
     "tests/conftest.py": b"# no newline at the end",
-    "tests/test_core.py": b"def test_f(): ...\n\n\ndef test_g(): ...\n",
+    "tests/test_core.py": b"from tests.test_util import check\n\n\ndef test_f(): ...\n\n\ndef test_g(): ...\n",
     "tests/test_other.py": b"def test_o(): pass\n",
+    "tests/test_util.py": b"def check(): ...\n",  # no test, but what a test imports
+    "tests/test_unused.py": b"ROWS = 1\n",
     "tests/data.bin": b"\0\1",
 }
 
@@ -101,9 +103,10 @@ def test_patches_apply_and_restore_the_release(source: Source, tmp_path: Path) -
     git_apply(tree, task.test_patch)
     git_apply(tree, task.patch)
     for name, data in FILES.items():
-        if name not in ("tests/test_other.py", "tests/data.bin"):
+        if name not in ("tests/test_other.py", "tests/test_unused.py", "tests/data.bin"):
             assert (tree / name).read_bytes() == data
     assert not (tree / "tests/test_other.py").exists()
+    assert not (tree / "tests/test_unused.py").exists()
 
 
 def test_grading_facts(source: Source) -> None:
