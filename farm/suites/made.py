@@ -14,6 +14,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from farm.suites.code_source import Code, open_source
 from farm.suites.package_index import PackageIndexes
 from farm.suites.pypi import Source, task_of
 from farm.types import Task
+
+_FETCHES = 4  # at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,16 +121,24 @@ def _unreadable(path: Path, error: Exception) -> UsageError:
 
 
 def fetch(folder: Path, indexes: PackageIndexes | None = None) -> int:
-    """Put the code of a folder's tasks into the cache; how much of it was not there. Raises FarmError."""
+    """Put the code of a folder's tasks into the cache, several at once; how much of it was not there. Raises
+    FarmError."""
     known = read_sources(folder)
     if not known:
         raise UsageError(f"{folder}: holds no sources.json; give a folder that `farm make-tasks` wrote")
     missing = [one for one in known.values() if not sdist.is_cached(one.source.sha256)]
-    for one in missing:
-        found: Code = open_source(one.origin, indexes)
-        if found.source.sha256 != one.source.sha256:
-            raise FarmError(f"{one.origin} is not what the tasks were made from: its digest differs", kind="no_sdist")
+    if missing:
+        asked = indexes or PackageIndexes.from_pip()
+        with ThreadPoolExecutor(_FETCHES, thread_name_prefix="fetch") as threads:
+            for _ in threads.map(lambda one: _fetch(one, asked), missing):
+                pass
     return len(missing)
+
+
+def _fetch(one: Known, indexes: PackageIndexes) -> None:
+    found: Code = open_source(one.origin, indexes)
+    if found.source.sha256 != one.source.sha256:
+        raise FarmError(f"{one.origin} is not what the tasks were made from: its digest differs", kind="no_sdist")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
