@@ -87,6 +87,10 @@ class Lab:
             self._run(folder, work, key, f"again, for it changed: {', '.join(why)}" if why else "")
         return folder
 
+    def has(self, name: str) -> bool:
+        """Whether stage ``name`` is finished: whether an archive has logs of it."""
+        return bool(self._done(name))
+
     def _run(self, folder: Path, work: Callable[[Path], None], key: dict[str, str], note: str) -> None:
         known_s = self.known_s()
         name, to_come = folder.name, tuple(self.plan)
@@ -139,6 +143,17 @@ class Lab:
                 "--attempts", str(attempts or self.profile.attempts), "--policy", str(policy),
                 "--workers", str(self.profile.workers), "--run", str(folder / "run"), *limit,
                 *_sets((*self.profile.settings, *settings)),
+            )  # fmt: skip
+
+        return self.stage(name, work) / "run"
+
+    def oracle(self, name: str, tasks: Path) -> Path:
+        """The run folder of the gold patch, once for each task that ``farm make-tasks`` wrote into ``tasks``."""
+
+        def work(folder: Path) -> None:
+            self._command(
+                folder, "farm", "rollout", "--tasks", f"made:{tasks.absolute()}", "--agent", "oracle",
+                "--workers", str(self.profile.workers), "--run", str(folder / "run"), *_sets(self.profile.settings),
             )  # fmt: skip
 
         return self.stage(name, work) / "run"

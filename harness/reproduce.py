@@ -93,7 +93,7 @@ def show(made: Mapping[str, Any], console: Console) -> None:
 
 
 def _plan(chosen: Sequence[Claim], settings: Profile) -> list[str]:
-    stages = [stage for claim in chosen for stage in experiments.STAGES.get(claim.experiment or "", ())]
+    stages = [stage for claim in chosen for stage in experiments.stages(claim, settings)]
     return [*dict.fromkeys(stages), *([TWIN] if _predicted(chosen) and twin_cells.wanted(settings) else [])]
 
 
@@ -106,7 +106,7 @@ def _run(chosen: Sequence[Claim], lab: Lab) -> dict[str, str]:
     """Run what the claims need; claim id -> what broke. One broken experiment must not cost the others."""
     problems = {}
     for claim in chosen:
-        experiment = experiments.load(claim)
+        experiment = experiments.load(claim, lab.profile)
         if experiment is not None and (problem := _attempt(partial(experiment, lab), claim.id, lab)):
             problems[claim.id] = problem
     if _predicted(chosen) and (problem := _attempt(partial(twin_cells.twin_cells, lab), TWIN, lab)):
@@ -161,7 +161,7 @@ def _origin(settings: Profile) -> dict[str, Any]:
 
 
 def _row(claim: Claim, lab: Lab, problem: str, twin: Mapping[str, Any] | None) -> Row:
-    experiment = experiments.load(claim)
+    experiment = experiments.load(claim, lab.profile)
     if experiment is None or problem:
         return Row(claim=claim, measurement=None, problem=problem, twin=twin)
     lab.used.clear()

@@ -36,7 +36,8 @@ def here(claim: Mapping[str, Any]) -> str:
     """The measured cell: value, unit, interval, n; else why it is empty."""
     cell = claim["here"]
     if cell is None:
-        return str(claim["detail"].get("problem") or claim["status"])
+        detail = claim["detail"]
+        return str(detail.get("problem") or detail.get("measured", {}).get("not_compared") or claim["status"])
     unit, _, note = cell["unit"].partition(" ")
     value = f"{number(cell['value'])} {unit}"
     interval = "" if cell["low"] == cell["high"] else f" [{number(cell['low'])}, {number(cell['high'])}]"

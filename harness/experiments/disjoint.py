@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from farm.suites import micro_names
+from farm.suites import made, micro_names
 from farm.suites.overlap import Overlap, RepoRef, overlap
 from farm.suites.overlap_refs import ref_of
 from farm.tasks import load_tasks
@@ -17,6 +17,7 @@ from harness.provenance import ROOT
 from harness.stats import Estimate
 
 VERIFIED, REPOSITORIES = "SWE-bench_Verified_test.parquet", "train_bench_repos.json"
+SHIPPED = ROOT / "datasets" / "pypi" / "train"
 LISTS = "ROLLOUT_FARM_DATA"  # the folder with both
 BESIDE = Path("shared") / "data"  # where they are looked for as well, beside the project or a folder that it lies in
 
@@ -59,7 +60,8 @@ def _micro() -> dict[str, Any]:
 
 
 def _real_lists(verified: Path, lists: Path) -> dict[str, Any] | str:
-    """Overlaps of the public training sets with SWE-bench Verified, canonical names, aliases and forks resolved."""
+    """Overlaps of the public training sets, and of the tasks from real packages that are shipped, with SWE-bench
+    Verified, canonical names, aliases and forks resolved."""
     if not (verified.is_file() and lists.is_file()):
         return f"not checked: set {LISTS} to the folder with {verified.name} and {lists.name}"
     rows = load_tasks(f"swebench:{verified}")
@@ -72,9 +74,14 @@ def _real_lists(verified: Path, lists: Path) -> dict[str, Any] | str:
         "SWE-bench train": known["swebench_train_split_repos_35"]["repos"],
         "SWE-bench dev": known["swebench_dev_repos"],
     }
+    refs = {name: [RepoRef(name=repo) for repo in repos] for name, repos in sets.items()}
+    packages = made.read_sources(SHIPPED)
+    refs["shipped packages"] = [
+        RepoRef(name=packages[row["package"]].source.repo, paths=(row["path"],)) for row in made.read_rows(SHIPPED)
+    ]
     return {
-        name: {"repositories": len(repos), "overlaps": _told(overlap([RepoRef(name=r) for r in repos], bench))}
-        for name, repos in sets.items()
+        name: {"repositories": len({ref.name for ref in train}), "overlaps": _told(overlap(train, bench))}
+        for name, train in refs.items()
     }
 
 

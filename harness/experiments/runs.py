@@ -53,6 +53,21 @@ def most_in_flight(rows: list[Trajectory]) -> int:
     return max(itertools.accumulate(change for _, change in sorted(changes)))
 
 
+def seconds(rows: list[Trajectory]) -> Floats:
+    """What each took."""
+    return np.array([t.ended_at_s - t.started_at_s for t in rows])
+
+
+def ended(rows: list[Trajectory]) -> list[float]:
+    """When each ended, in seconds since the first began."""
+    began_s = min(t.started_at_s for t in rows)
+    return [round(t.ended_at_s - began_s, 3) for t in rows]
+
+
+def per_hour(rows: list[Trajectory]) -> float:
+    return 3600 * len(rows) / max(ended(rows))
+
+
 def embedded_only(lab: Lab, role: str) -> Measurement | None:
     """The answer of an experiment that can only measure the embedded ``role``, where the profile has another back end;
     None where it may go on. What an embedded part did is never told of another one."""

@@ -22,10 +22,6 @@ PARTS = ("sandbox", "engine", "trainer")
 def within(lab: Lab) -> Measurement:
     if elsewhere := embedded_only(lab, "engine"):
         return elsewhere
-    if lab.profile.name == "quick":
-        return Measurement(
-            estimate=None, unit="", holds=None, detail={"not_compared": "a quick run is too short to predict"}
-        )
     run, fit_on = lab.rl(), lab.evaluate("base", lab.profile.policy)
 
     def work(folder: Path) -> None:

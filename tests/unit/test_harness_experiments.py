@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from farm.config import load_config, to_json
+from farm.errors import FarmError
 from farm.inject import FaultPlan
 from farm.policy_log import PolicyLog
 from farm.protocols import EngineLoad
@@ -44,6 +46,7 @@ from harness.experiments import (
     infra_errors,
     kv,
     pass_rates,
+    real_packages,
     restart,
     sandbox_start,
     separation,
@@ -51,7 +54,7 @@ from harness.experiments import (
     twin_check,
 )
 from harness.lab import Lab
-from harness.profiles import QUICK, cluster
+from harness.profiles import FULL, QUICK, cluster
 from trainer.config import batch_rules
 from trainer.group import Batcher, batch_digest
 
@@ -223,6 +226,16 @@ def test_throughput_is_counted_and_its_interval_comes_from_the_durations(lab: La
     assert holds(found)
 
 
+def test_throughput_with_docker_as_the_slow_back_end_is_labelled_so(lab: Lab) -> None:
+    for name, seconds, provider in (("slow", 20.0, "docker"), ("fast", 5.0, "bubblewrap")):
+        rows = [trajectory(n, seconds=seconds, start_s=100.0 + seconds * (n // 8)) for n in range(16)]
+        made_stage(lab, f"throughput-{name}", rows, f"sandbox.provider={provider}")
+    found = throughput.ratio(lab)
+    assert (found.detail["slow"]["back_end"], found.detail["fast"]["back_end"]) == ("docker", "bubblewrap")
+    assert found.detail["reading"].startswith("two real back ends: a Docker daemon")
+    assert holds(found)
+
+
 @pytest.mark.parametrize(
     ("busy", "answer"), [([(20, 0), (10, 0)], True), ([(24, 0), (10, 0)], False), ([(20, 0), (10, 1)], False)]
 )
@@ -287,6 +300,20 @@ def test_starts_are_judged_by_batch_and_told_as_they_were_made(lab: Lab, monkeyp
     assert "4 starts at once" in found.unit
     assert set(found.figures["sandbox_start"]) == {"alone", "4 at once"}
     assert found.detail["cpu_per_start_ms"] == {"alone": 8.0, "loaded": 9.0}
+    assert "docker_on_this_machine" not in found.detail
+    docker = written | {"back_end": "docker", "loaded": {"start_ms": [10 * ms for ms in loaded], "exec_ms": [1.0]}}
+    beside = lab.folder / "sandbox-docker"
+    beside.mkdir()
+    (beside / "starts.json").write_text(json.dumps(docker))
+    (beside / "done.json").write_text('{"wall_s": 1.0, "commit": null}')
+    both = sandbox_start.median(lab)
+    assert both.estimate == found.estimate  # the row is the fast back end's
+    assert (both.detail["docker_on_this_machine"]["loaded_median_s"], both.detail["back_end"]) == (
+        0.6,
+        found.detail["back_end"],
+    )
+    assert both.detail["docker_on_this_machine"]["times_slower"] == 10.0
+    assert set(both.figures["sandbox_start"]) == {"alone", "4 at once", "Docker, 4 at once"}
 
 
 def test_a_client_counts_the_time_between_tokens_also_over_a_request_given_up() -> None:
@@ -430,6 +457,78 @@ def test_a_restart_is_survived_when_every_step_is_bit_equal(lab: Lab, differing:
     assert holds(found) is (differing is None)
 
 
+# ------------------------------------------------------------------------------------------ real packages
+
+
+def real(lab: Lab, *, resolved: int = 6, empty: dict[str, int] | None = None, why: str = "") -> Measurement:
+    """Six sampled tasks, ``resolved`` of them with their gold patch."""
+    made_stage(lab, "made-gold", [trajectory(n, passed=n < resolved, seconds=2.0 + n / 10) for n in range(6)])
+    found = {"not_measured": why, "tasks": 6, "packages": 3, "of_tasks": 300, "of_packages": 20}
+    for name, file, content in (
+        ("made-sample", "sample.json", found),
+        ("made-empty", "grades.json", empty or {"graded": 6, "resolved": 0}),
+    ):
+        (lab.folder / name).mkdir(parents=True)
+        (lab.folder / name / file).write_text(json.dumps(content))
+        (lab.folder / name / "done.json").write_text('{"wall_s": 1.0, "commit": null}')
+    return real_packages.rates(replace(lab, profile=FULL))
+
+
+def test_real_packages_are_rolled_out_and_every_grade_is_right(lab: Lab) -> None:
+    found = real(lab)
+    assert holds(found)
+    assert found.estimate is not None
+    assert found.estimate.value == pytest.approx(3600 * 6 / 2.5)
+    assert found.estimate.low < found.estimate.value < found.estimate.high
+    assert found.detail["grades"] == {"gold": {"graded": 6, "resolved": 6}, "empty": {"graded": 6, "resolved": 0}}
+
+
+@pytest.mark.parametrize(
+    ("resolved", "empty"),
+    [(5, {"graded": 6, "resolved": 0}), (6, {"graded": 6, "resolved": 1}), (6, {"graded": 5, "resolved": 0})],
+)
+def test_one_wrong_or_missing_grade_is_told(lab: Lab, resolved: int, empty: dict[str, int]) -> None:
+    assert not holds(real(lab, resolved=resolved, empty=empty))
+
+
+def test_without_the_packages_nothing_is_claimed(lab: Lab) -> None:
+    found = real(lab, why="the packages are not in the cache")
+    assert (found.estimate, found.holds) == (None, None)
+    assert found.detail["not_compared"].startswith("not measured: the packages are not")
+
+
+def test_an_index_that_does_not_answer_costs_only_this_row(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    def down(folder: Path) -> int:
+        raise FarmError(f"no index has the code of {folder}", kind="no_sdist")
+
+    monkeypatch.setattr(real_packages.made, "fetch", down)
+    online = replace(lab, profile=FULL, archive=False)
+    found = real_packages.rates(online)
+    assert found.holds is None
+    assert online.used == ["made-sample"]
+    kept = (lab.folder / "made-sample" / "sample.json").read_text()
+    assert "farm.suites.made fetch datasets/pypi/train" in kept
+    assert "no index has" not in kept  # which may name hosts
+    assert real_packages.rates(replace(online, archive=True)).detail == found.detail
+
+
+def test_the_sample_takes_one_task_of_every_package_before_a_second(tmp_path: Path) -> None:
+    told = real_packages.draw_tasks(tmp_path / "tasks", count=30, seed=1)
+    rows = [json.loads(line) for line in (tmp_path / "tasks" / "tasks.jsonl").read_text().splitlines()]
+    known = json.loads((tmp_path / "tasks" / "sources.json").read_text())
+    assert (told["tasks"], told["packages"]) == (30, told["of_packages"]) == (len(rows), len(known))
+    assert {row["package"] for row in rows} == known.keys()
+    assert max(Counter(row["package"] for row in rows).values()) == 2
+    again, other = tmp_path / "again", tmp_path / "other"
+    real_packages.draw_tasks(again, count=30, seed=1)
+    real_packages.draw_tasks(other, count=30, seed=2)
+    assert (again / "tasks.jsonl").read_text() == (tmp_path / "tasks" / "tasks.jsonl").read_text()
+    assert (other / "tasks.jsonl").read_text() != (again / "tasks.jsonl").read_text()
+
+
+# ------------------------------------------------------------------------------------------ failures
+
+
 def test_infrastructure_errors_are_logged_and_stay_out_of_gradients(lab: Lab) -> None:
     trained_policy(lab)
     training(lab)
@@ -566,7 +665,7 @@ def test_the_twin_is_judged_by_one_figure_and_its_wait_is_told_beside(lab: Lab) 
     checks = [{"name": name, "unit": "", "predicted": a, "measured": b} for name, (a, b) in pairs.items()]
     written = {"checks": checks[:2], "beside": checks[2:], "overhead_cpu_s": 0.01, "fitted_on": "run"}
     (stage / "check.json").write_text(json.dumps(written))
-    found = twin_check.within(replace(lab, profile=replace(QUICK, name="full")))
+    found = twin_check.within(lab)
     assert found.estimate is not None
     assert found.estimate.value == pytest.approx(10.0)
     assert found.estimate.n == 1

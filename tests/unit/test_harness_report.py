@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from farm.errors import UsageError
 from harness import claims, cli, compare, document, experiments, figures, report, rules, sections
 from harness.claims import Claim, Measurement
 from harness.document import Row
 from harness.html import is_whole
-from harness.profiles import EMBEDDED, profile
+from harness.lab import Lab
+from harness.profiles import EMBEDDED, FULL, QUICK, profile
 from harness.provenance import provenance
 from harness.stats import Estimate
 from harness.twin.predictions import NO_RANGE
@@ -91,10 +93,27 @@ def test_every_reported_figure_is_a_claim_and_every_experiment_exists() -> None:
         assert claim.source
         assert set(claim.back_ends) <= set(EMBEDDED)
         if claim.experiment:
-            assert callable(experiments.load(claim))
+            assert callable(experiments.load(claim, FULL))
             assert claim.rule
             assert claim.experiment in experiments.STAGES
-    assert experiments.load(Claim(id="x", statement="", reported={})) is None
+    assert experiments.load(Claim(id="x", statement="", reported={}), FULL) is None
+
+
+def test_what_a_profile_leaves_out_says_why_and_needs_no_stage(tmp_path: Path) -> None:
+    lab = Lab(folder=tmp_path, profile=QUICK, console=Console(quiet=True))
+    left = [claim for claim in claims.load() if claim.experiment in QUICK.left_out]
+    assert len(left) == len(QUICK.left_out) == 4
+    for claim in left:
+        assert experiments.stages(claim, QUICK) == ()
+        assert experiments.stages(claim, FULL)
+        experiment = experiments.load(claim, QUICK)
+        assert experiment is not None
+        row = document.build(
+            [Row(claim=claim, measurement=experiment(lab))], version="1", provenance=ORIGIN, stages={}
+        )["claims"][0]
+        assert row["status"] == "not run"
+        assert sections.here(row) == QUICK.left_out[claim.experiment or ""]
+    assert not lab.used
 
 
 def test_unknown_names_are_usage_errors(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from farm.errors import UsageError
 from harness import back_ends, claims, cli, document, experiments, lab, profiles, report, reproduce, twin_cells, views
 from harness.claims import Claim, Measurement
 from harness.lab import Lab
+from harness.profiles import Profile
 from harness.stats import Estimate
 
 CLAIMS = [
@@ -35,7 +36,7 @@ class Bench:
         self.numbers = {"one": 1.0, "two": 2.0}
         self.broken: set[str] = set()
 
-    def load(self, claim: Claim) -> Callable[[Lab], Measurement] | None:
+    def load(self, claim: Claim, _: Profile) -> Callable[[Lab], Measurement] | None:
         return None if claim.experiment is None else lambda lab: self.measure(claim.id, lab)
 
     def measure(self, name: str, lab: Lab) -> Measurement:
