@@ -20,6 +20,7 @@ from farm.inject import FaultPlan
 from farm.policy_log import PolicyLog
 from farm.protocols import EngineLoad
 from farm.run_folder import RunFolder
+from farm.suites import made
 from farm.trajectory_log import DirectoryLog
 from farm.types import (
     Boundary,
@@ -501,7 +502,7 @@ def test_an_index_that_does_not_answer_costs_only_this_row(lab: Lab, monkeypatch
     def down(folder: Path) -> int:
         raise FarmError(f"no index has the code of {folder}", kind="no_sdist")
 
-    monkeypatch.setattr(real_packages.made, "fetch", down)
+    monkeypatch.setattr(made, "fetch", down)
     online = replace(lab, profile=FULL, archive=False)
     found = real_packages.rates(online)
     assert found.holds is None
