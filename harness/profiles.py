@@ -80,7 +80,7 @@ _PATIENT = ("limits.agent_s=240", "limits.episode_s=300")
 _CAPPED = ("limits.max_turns=24", *_PATIENT)
 _UNCAPPED = ("limits.max_turns=64", *_PATIENT)
 _QUICK_S: dict[str, float] = {
-    "eval": 10, "sft": 10, "rl": 20, "cap": 15, "step": 15, "infra": 10, "sandbox": 2, "throughput": 11, "kv": 21,
+    "eval": 10, "sft": 10, "rl": 20, "cap": 15, "infra": 10, "sandbox": 2, "throughput": 11, "kv": 21,
     "restart": 38, "disjoint": 1,
 }  # fmt: skip
 _FULL_S: dict[str, float] = {
