@@ -99,13 +99,15 @@ class SandboxConfig(_Section):
 
 class DockerConfig(_Section):
     """For ``sandbox.provider = "docker"``. ``host``: where the daemon listens ("": DOCKER_HOST, or the usual socket);
-    ``user``: whom commands run as ("": the image's own); ``pulls_per_minute``: per registry, of all workers on a host;
+    ``user``: whom commands run as ("": the image's own); ``network``: of the daemon, for tasks that ask for one ("":
+    those are refused, the others have none in any case); ``pulls_per_minute``: per registry, of all workers on a host;
     ``image_budget_bytes``: of the images that the farm pulled (0: no limit)."""
 
     host: str = ""
     runtime: str = ""
     cpus: float = Field(default=1.0, gt=0)
     user: str = ""
+    network: str = ""
     pulls_per_minute: float = Field(default=60.0, gt=0)
     image_budget_bytes: int = Field(default=0, ge=0)
 
@@ -444,6 +446,12 @@ _SWEBENCH: Mapping[str, Mapping[str, Any]] = {
     },
 }
 
+_HARBOR: Mapping[str, Mapping[str, Any]] = {
+    **_SWEBENCH,
+    "grader": {"name": "harbor"},
+    "limits": {**_SWEBENCH["limits"], "disk_bytes": 16 << 30, "memory_bytes": 8 << 30},  # the most a task may ask for
+}
+
 # Task source (the part of the spec before ":") -> what differs from the micro profile.
 PROFILES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "micro": {},
@@ -451,6 +459,7 @@ PROFILES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "made": _REAL_CODE,
     "swebench": _SWEBENCH,
     "subset": _SWEBENCH,
+    "harbor": _HARBOR,
 }
 
 

@@ -282,7 +282,11 @@ class E2BSandbox:
             started = time.perf_counter()
             number = secrets.token_hex(8)
             try:
-                end = await self._job(number, e2b_runner.job(text, cwd or self._spec.workdir, env or {}), timeout_s)
+                end = await self._job(
+                    number,
+                    e2b_runner.job(text, cwd or self._spec.workdir, {**self._spec.machine.env, **(env or {})}),
+                    timeout_s,
+                )
                 output = end.output
                 if output is None:
                     output = bytes(await self._files("read", f"{BASE}/{number}/out", format="bytes"))
