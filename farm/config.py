@@ -90,8 +90,8 @@ def parse_workers(text: str) -> tuple[int, int]:
 
 
 class SandboxConfig(_Section):
-    """``provider``: bubblewrap, docker, e2b or fake. ``start_delay_s`` is added to every start, to measure what a
-    slower back end would cost."""
+    """``provider``: bubblewrap, docker, e2b, harbor or fake. ``start_delay_s`` is added to every start, to measure what
+    a slower back end would cost."""
 
     provider: str = "bubblewrap"
     start_delay_s: float = Field(default=0.0, ge=0)
@@ -127,6 +127,14 @@ class E2BConfig(_Section):
     domain: str = ""
     vcpus: int = Field(default=2, ge=1)
     memory_mb: int = Field(default=1024, ge=128)
+
+
+class HarborConfig(_Section):
+    """For ``sandbox.provider = "harbor"`` (Python 3.12). ``environment``: one of Harbor's types, or MODULE:CLASS;
+    ``kwargs``: its own."""
+
+    environment: str = "docker"
+    kwargs: dict[str, Any] = {}
 
 
 # A real SGLang server on this machine's GPUs. How much KV it has it decides by the memory it finds; the pool asks it.
@@ -382,6 +390,7 @@ class FarmConfig(_Section):
     sandbox: SandboxConfig = SandboxConfig()
     docker: DockerConfig = DockerConfig()
     e2b: E2BConfig = E2BConfig()
+    harbor: HarborConfig = HarborConfig()
     engine: EngineConfig = EngineConfig()
     agent: AgentConfig = AgentConfig()
     renderer: RendererConfig = RendererConfig()
@@ -400,7 +409,7 @@ class FarmConfig(_Section):
         if self.sandbox.provider == "e2b":
             options = self.e2b.model_dump()
             return {**options, "ledger": options["ledger"] or ("" if run is None else str(run / "e2b"))}
-        return {}
+        return self.harbor.model_dump() if self.sandbox.provider == "harbor" else {}
 
     @model_validator(mode="after")
     def _context(self) -> FarmConfig:

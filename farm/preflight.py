@@ -105,7 +105,9 @@ def _check_images(tasks: Sequence[Task], provider: str) -> None:
 def _check_machines(tasks: Sequence[Task], config: FarmConfig) -> None:
     """What tasks say of their own machine and limits can be given to them here."""
     provider = config.sandbox.provider
-    network = {"docker": bool(config.docker.network), "e2b": config.e2b.internet, "fake": True}.get(provider, False)
+    network = {"docker": bool(config.docker.network), "e2b": config.e2b.internet, "harbor": True, "fake": True}.get(
+        provider, False
+    )
     for task in tasks:
         for name, value in task.own_limits.items():
             if value > getattr(config.limits, name):

@@ -123,12 +123,13 @@ class AtifTrajectory(_Part):
 
 
 class RolloutDetail(_Part):
-    """One segment: its prompts are each a prefix of the next, with what was sampled in between. One list per turn."""
+    """One segment: its prompts are each a prefix of the next, with what was sampled in between. Every list has an entry
+    per turn."""
 
     prompt_token_ids: list[list[int]]
     completion_token_ids: list[list[int]]
     logprobs: list[list[float]]
-    extra: dict[str, Any]
+    extra: dict[str, list[Any]]
 
 
 # ------------------------------------------------------------------------------------------ from the log
@@ -230,9 +231,12 @@ def rollout_details(trajectory: Trajectory) -> list[RolloutDetail]:
             prompt_token_ids=[prompt for prompt, _ in turns],
             completion_token_ids=[list(turn.output_ids) for _, turn in turns],
             logprobs=[list(turn.output_logprobs) for _, turn in turns],
-            extra={"segment": segment, "policy_spans": [_spans(turn) for _, turn in turns]},
+            extra={
+                "policy_spans": [_spans(turn) for _, turn in turns],
+                "finish_reason": [turn.finish_reason for _, turn in turns],
+            },
         )
-        for segment, turns in segments.items()
+        for turns in segments.values()
     ]
 
 

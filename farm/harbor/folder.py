@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -73,8 +74,8 @@ class Folder:
         return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
     def files(self, name: str) -> dict[str, bytes]:
-        """All files below the folder ``name``: relative path -> content. Raises UsageError on a link."""
-        return {path.relative_to(self.path / name).as_posix(): path.read_bytes() for path in _regular(self.path / name)}
+        """All files below the folder ``name``: relative path -> content."""
+        return files_below(self.path / name)
 
     def programs(self, name: str) -> list[str]:
         """Those of :meth:`files` that may be executed."""
@@ -124,6 +125,21 @@ def unchanged(path: str, digest: str) -> Folder:
     if found.digest != digest:
         raise FarmError(f"{path}: changed since its tasks were read", kind="task", retryable=False)
     return found
+
+
+def files_below(root: Path) -> dict[str, bytes]:
+    """Relative path -> content, of all regular files; none where there is no such folder."""
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in _regular(root)}
+
+
+def own_facts(path: Path) -> Mapping[str, Any]:
+    """What the farm wrote about the task in ``path``, whatever else its ``task.toml`` says; empty where it wrote
+    nothing."""
+    try:
+        found = tomllib.loads((path / TOML).read_text(encoding="utf-8")).get("metadata", {}).get(OWN, {})
+    except (OSError, ValueError, AttributeError):
+        return {}
+    return found if isinstance(found, Mapping) else {}
 
 
 def resolved(env: Mapping[str, str], *, where: str) -> dict[str, str]:
