@@ -15,10 +15,13 @@ from farm.config import load_config
 from farm.errors import FarmError, UsageError
 from farm.harbor.folder import dockerfile_workdir, unchanged
 from farm.harbor.task_toml import dump, parse
+from farm.harbor.write import write_tasks
 from farm.preflight import prepare
 from farm.sandbox.build_context import build_context, digest_of
+from farm.suites import micro
+from farm.suites.repo import workspace_files
 from farm.tasks import load_tasks
-from farm.types import FolderFiles, Machine, Task
+from farm.types import FolderFiles, Limits, Machine, Task
 
 
 def only(folder: Path) -> Task:
@@ -190,6 +193,26 @@ def test_a_folder_that_changes_under_a_run_is_noticed(tmp_path: Path) -> None:
 )
 def test_where_commands_run_by_a_dockerfile(dockerfile: str, workdir: str) -> None:
     assert dockerfile_workdir(dockerfile) == workdir
+
+
+@pytest.mark.parametrize("split", ["sft", "rl", "benchmark"])
+def test_what_is_written_is_read_back_whole(tmp_path: Path, split: str) -> None:
+    tasks = micro.generate(split, count=12)
+    assert write_tasks(tasks, tmp_path, limits=Limits()) == 12
+    back = {task.instance_id: task for task in load_tasks(f"harbor:{tmp_path}")}
+    same = ("repo", "base_commit", "problem_statement", "patch", "test_patch", "fail_to_pass", "pass_to_pass")
+    for task in tasks:
+        made = back[task.instance_id]
+        assert {name: getattr(made, name) for name in same} == {name: getattr(task, name) for name in same}
+        assert (made.eval_script, made.image, made.strata) == (task.eval_script, task.image, task.strata)
+        assert (made.weight, made.workdir, made.machine) == (task.weight, task.workdir, Machine(cpus=1.0))
+        assert work_tree(made) == work_tree(task)
+        assert made.limits(Limits()) == replace(Limits(), disk_bytes=2 << 30)
+
+
+def work_tree(task: Task) -> dict[str, bytes]:
+    """Without git's own, which may be packed in another order."""
+    return {path: data for path, data in workspace_files(task).items() if "/.git/objects/" not in path}
 
 
 def refusal(folder: Path, *sets: str) -> str:
