@@ -132,8 +132,9 @@ class Task:
         for name, unsaid in _LATER_FIELDS.items():
             if content[name] == unsaid:
                 del content[name]
-        if isinstance(self.workspace, FolderFiles):  # where the folder lies is not what it is; it names the image
+        if isinstance(self.workspace, FolderFiles):  # where it lies is not what it is; it says the image and machine
             del content["workspace"]["folder"], content["image"]
+            content.pop("machine", None)  # with the values of secrets
         return content_digest(content)
 
 

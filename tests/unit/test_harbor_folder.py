@@ -169,7 +169,10 @@ def test_secrets_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(UsageError, match=r"environment\.env: \$\{A_SECRET\} is not set; export A_SECRET"):
         only(folder)
     monkeypatch.setenv("A_SECRET", "hidden")
-    assert only(folder).machine.env == {"GREETING": "hidden", "OTHER": "fallback"}
+    before = only(folder)
+    assert before.machine.env == {"GREETING": "hidden", "OTHER": "fallback"}
+    monkeypatch.setenv("A_SECRET", "another")
+    assert only(folder).digest == before.digest
 
 
 def test_a_folder_that_changes_under_a_run_is_noticed(tmp_path: Path) -> None:
