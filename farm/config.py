@@ -131,9 +131,10 @@ class E2BConfig(_Section):
 
 class HarborConfig(_Section):
     """For ``sandbox.provider = "harbor"`` (Python 3.12). ``environment``: one of Harbor's types, or MODULE:CLASS;
-    ``kwargs``: its own."""
+    ``network``: every sandbox has one, for environments that can't do without; ``kwargs``: its own."""
 
     environment: str = "docker"
+    network: bool = False
     kwargs: dict[str, Any] = {}
 
 

@@ -58,12 +58,15 @@ T = TypeVar("T")
 
 
 class HarborProvider:
-    """``environment``: one of Harbor's types (docker, modal, daytona, ...) or MODULE:CLASS; ``kwargs``: its own. One
+    """``environment``: one of Harbor's types (docker, modal, daytona, ...) or MODULE:CLASS; ``kwargs``: its own;
+    ``network``: every sandbox has one, not only those of tasks that ask: for environments that can't do without. One
     event loop at a time."""
 
     name = "harbor"
 
-    def __init__(self, *, environment: str = "docker", kwargs: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, *, environment: str = "docker", network: bool = False, kwargs: Mapping[str, Any] | None = None
+    ) -> None:
         """Raises UsageError where Harbor is missing, or knows no such environment."""
         sdk("harbor", oldest=(0, 25), below=1, least_python=(3, 12))
         self._models = importlib.import_module("harbor.models.task.config")
@@ -76,6 +79,7 @@ class HarborProvider:
             self._factory.validate_options(self._config)
         except Exception as error:  # pydantic's, and whatever an import brings
             raise UsageError(f"sandbox 'harbor': environment {environment!r}: {_told(error)}") from error
+        self._network = network
         self._open: dict[str, tuple[float, HarborSandbox, Any]] = {}
 
     @contextlib.asynccontextmanager
@@ -109,7 +113,7 @@ class HarborProvider:
         empty.mkdir()
         trial = self._paths.TrialPaths(folder / "trial")
         trial.mkdir()
-        network = "public" if spec.machine.network else "no-network"
+        network = "public" if spec.machine.network or self._network else "no-network"
         try:
             return self._factory.create_environment_from_config(
                 config=self._config,

@@ -242,11 +242,9 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 VALUES = st.one_of(
     TEXT, st.booleans(), st.integers(-(2**53), 2**53), st.floats(allow_nan=False), st.lists(TEXT, max_size=3)
 )
-TABLES = st.recursive(
-    st.dictionaries(TEXT, VALUES, max_size=4),
-    lambda inner: st.dictionaries(TEXT, st.one_of(VALUES, inner), max_size=4),
-    max_leaves=8,
-)
+INNERMOST = st.dictionaries(TEXT, VALUES, max_size=3)
+INNER = st.dictionaries(TEXT, st.one_of(VALUES, INNERMOST), max_size=3)
+TABLES = st.dictionaries(TEXT, st.one_of(VALUES, INNER), max_size=4)
 
 
 @given(TABLES)
