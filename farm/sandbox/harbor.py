@@ -149,7 +149,8 @@ class HarborSandbox(RunnerSandbox):
         result = await self._persist(
             lambda: self._environment.exec(command=command, cwd="/", timeout_sec=int(timeout_s)), timeout_s
         )
-        return str(result.stdout or "")
+        said = str(result.stdout or "").replace("\r\n", "\n")  # through a terminal, in some environments
+        return said if said.endswith("\n") or not said else f"{said}\n"  # and stripped in others
 
     async def _put(self, files: Mapping[str, bytes]) -> None:
         packed = b"".join(
