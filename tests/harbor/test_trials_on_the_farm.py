@@ -17,6 +17,7 @@ from farm.agent.fixed import NullAgent, OracleAgent
 from farm.episode import run_episode
 from farm.errors import SandboxLostError, SandboxStartError, UsageError
 from farm.grader import make_grader
+from farm.harbor.environment import FarmEnvironment
 from farm.harbor.tasks import harbor_tasks
 from farm.harbor.write import write_tasks
 from farm.protocols import Sandbox, SandboxSpec
@@ -182,3 +183,21 @@ def test_bad_input_is_told_before_anything_starts() -> None:
     with pytest.raises(SandboxStartError, match="the task wants a public network") as caught:
         inside(lambda _: None, provider(), machine=Machine(network=True))
     assert not caught.value.retryable
+
+
+def test_an_environment_that_answers_through_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As podman-compose does: lines end in two characters, and the end is lost."""
+    plain = FarmEnvironment.exec
+
+    async def through_a_terminal(self: FarmEnvironment, *given: Any, **named: Any) -> Any:
+        answer = await plain(self, *given, **named)
+        return answer.model_copy(update={"stdout": answer.stdout.replace("\n", "\r\n").rstrip()})
+
+    monkeypatch.setattr(FarmEnvironment, "exec", through_a_terminal)
+
+    async def body(sandbox: Sandbox) -> None:
+        await sandbox.write_files({"/testbed/f": b"1\r\n2\n\n"})
+        assert (await sandbox.exec("cat f; exit 3", timeout_s=10)).output == "1\r\n2\n\n"
+        assert await sandbox.read_file("/testbed/f") == b"1\r\n2\n\n"
+
+    inside(body, provider())
