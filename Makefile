@@ -5,7 +5,7 @@ SHELL := bash
 BIN := .venv/bin
 PROFILE ?= full
 
-.PHONY: reproduce test test-swebench test-sandboxes test-sglang check bench bench-sglang datasets base-policy ci setup
+.PHONY: reproduce test test-swebench test-sandboxes test-sglang test-harbor check bench bench-sglang datasets base-policy ci setup
 reproduce: .venv/ready
 	$(BIN)/harness reproduce --all --profile $(PROFILE)
 
@@ -18,6 +18,9 @@ test-swebench:  # with the real swebench package, in its own .venv-swebench
 # Docker and E2B back ends; as root, installs docker.io where it is missing.
 test-sandboxes: .venv/ready
 	ci/sandboxes.sh
+
+test-harbor:  # with the real harbor package, in its own build/harbor-venv; needs Python 3.12 or 3.13
+	ci/harbor.sh
 
 test-sglang: .venv/ready
 	ci/sglang.sh test

@@ -25,7 +25,7 @@ _PLAIN_LINE_S = 10.0
 _TOP_S = 1.0
 _SECOND_SIGNAL_S = 0.5  # two signals at once would be one
 _DOWN_WAIT_S = 600.0
-_SPECS = "micro:SPLIT, pypi, made:FOLDER, swebench:ROWS, subset:FILE"
+_SPECS = "micro:SPLIT, pypi, made:FOLDER, swebench:ROWS, subset:FILE, harbor:FOLDER"
 _LOOK_S = 0.2
 
 
@@ -50,6 +50,8 @@ def one_line_errors(command: Callable[P, R]) -> Callable[P, R]:
 
 # Commands that are found by name, only when asked for. ``plan`` lives above the farm (harness -> trainer -> farm).
 _ELSEWHERE = {
+    "export-atif": "farm.cli_harbor:export_atif",
+    "export-harbor": "farm.cli_harbor:export_harbor",
     "grade": "farm.cli_tasks:grade",
     "make-tasks": "farm.cli_tasks:make_tasks",
     "overlap": "farm.cli_tasks:overlap",
@@ -359,7 +361,7 @@ def doctor() -> None:
 
 
 @main.command()
-@click.option("--tasks", metavar="SPEC", required=True, help="micro:SPLIT, pypi[:PACKAGE] or swebench:PATH.")
+@click.option("--tasks", metavar="SPEC", required=True, help=f"{_SPECS}.")
 @click.option("--limit", type=click.IntRange(min=1), help="Only the first N tasks.")
 @click.option("--config", "config_path", type=click.Path(path_type=Path), help="TOML file.")
 @click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one value; repeatable.")

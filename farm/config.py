@@ -90,8 +90,8 @@ def parse_workers(text: str) -> tuple[int, int]:
 
 
 class SandboxConfig(_Section):
-    """``provider``: bubblewrap, docker, e2b or fake. ``start_delay_s`` is added to every start, to measure what a
-    slower back end would cost."""
+    """``provider``: bubblewrap, docker, e2b, harbor or fake. ``start_delay_s`` is added to every start, to measure what
+    a slower back end would cost."""
 
     provider: str = "bubblewrap"
     start_delay_s: float = Field(default=0.0, ge=0)
@@ -99,13 +99,15 @@ class SandboxConfig(_Section):
 
 class DockerConfig(_Section):
     """For ``sandbox.provider = "docker"``. ``host``: where the daemon listens ("": DOCKER_HOST, or the usual socket);
-    ``user``: whom commands run as ("": the image's own); ``pulls_per_minute``: per registry, of all workers on a host;
+    ``user``: whom commands run as ("": the image's own); ``network``: of the daemon, for tasks that ask for one ("":
+    those are refused, the others have none in any case); ``pulls_per_minute``: per registry, of all workers on a host;
     ``image_budget_bytes``: of the images that the farm pulled (0: no limit)."""
 
     host: str = ""
     runtime: str = ""
     cpus: float = Field(default=1.0, gt=0)
     user: str = ""
+    network: str = ""
     pulls_per_minute: float = Field(default=60.0, gt=0)
     image_budget_bytes: int = Field(default=0, ge=0)
 
@@ -125,6 +127,15 @@ class E2BConfig(_Section):
     domain: str = ""
     vcpus: int = Field(default=2, ge=1)
     memory_mb: int = Field(default=1024, ge=128)
+
+
+class HarborConfig(_Section):
+    """For ``sandbox.provider = "harbor"`` (Python 3.12). ``environment``: one of Harbor's types, or MODULE:CLASS;
+    ``network``: every sandbox has one, for environments that can't do without; ``kwargs``: its own."""
+
+    environment: str = "docker"
+    network: bool = False
+    kwargs: dict[str, Any] = {}
 
 
 # A real SGLang server on this machine's GPUs. How much KV it has it decides by the memory it finds; the pool asks it.
@@ -380,6 +391,7 @@ class FarmConfig(_Section):
     sandbox: SandboxConfig = SandboxConfig()
     docker: DockerConfig = DockerConfig()
     e2b: E2BConfig = E2BConfig()
+    harbor: HarborConfig = HarborConfig()
     engine: EngineConfig = EngineConfig()
     agent: AgentConfig = AgentConfig()
     renderer: RendererConfig = RendererConfig()
@@ -398,7 +410,7 @@ class FarmConfig(_Section):
         if self.sandbox.provider == "e2b":
             options = self.e2b.model_dump()
             return {**options, "ledger": options["ledger"] or ("" if run is None else str(run / "e2b"))}
-        return {}
+        return self.harbor.model_dump() if self.sandbox.provider == "harbor" else {}
 
     @model_validator(mode="after")
     def _context(self) -> FarmConfig:
@@ -444,6 +456,12 @@ _SWEBENCH: Mapping[str, Mapping[str, Any]] = {
     },
 }
 
+_HARBOR: Mapping[str, Mapping[str, Any]] = {
+    **_SWEBENCH,
+    "grader": {"name": "harbor"},
+    "limits": {**_SWEBENCH["limits"], "disk_bytes": 16 << 30, "memory_bytes": 8 << 30},  # the most a task may ask for
+}
+
 # Task source (the part of the spec before ":") -> what differs from the micro profile.
 PROFILES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "micro": {},
@@ -451,6 +469,7 @@ PROFILES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "made": _REAL_CODE,
     "swebench": _SWEBENCH,
     "subset": _SWEBENCH,
+    "harbor": _HARBOR,
 }
 
 

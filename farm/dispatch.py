@@ -83,7 +83,7 @@ def _make_episode(task: Task, spec: PlanSpec, group_id: str, index: int) -> Epis
         group_size=spec.group_size,
         seed=seed,
         sampling=replace(spec.sampling, seed=seed),
-        limits=spec.limits,
+        limits=task.limits(spec.limits),
         purpose=spec.purpose,
     )
 

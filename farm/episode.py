@@ -22,7 +22,18 @@ from farm.grader import grading_spec
 from farm.grader.tests import not_resolved
 from farm.history import strip_future
 from farm.metered import Metered
-from farm.protocols import Agent, AgentRun, Engine, ExecResult, Grader, Renderer, Sandbox, SandboxProvider, SandboxSpec
+from farm.protocols import (
+    Agent,
+    AgentRun,
+    Engine,
+    ExecResult,
+    Grader,
+    MachineGrader,
+    Renderer,
+    Sandbox,
+    SandboxProvider,
+    SandboxSpec,
+)
 from farm.types import Attempt, EndReason, Event, Evidence, Failed, Graded, ImageFiles, Outcome, Trajectory, Turn, Usage
 from farm.workspace import workspace
 
@@ -82,11 +93,15 @@ class _Course:
 
     async def run(self, engine: Engine, agent: Agent, renderer: Renderer, grader: Grader) -> Graded:
         """The whole way to a grade. Raises what broke."""
-        evidence = await self._work(engine, agent, renderer) or await self._grade(grader)
+        done = await self._work(engine, agent, renderer, grader)
+        if isinstance(done, Graded):
+            return done
+        evidence = done or await self._grade(grader)
         return Graded(reward=1.0 if evidence.resolved else 0.0, evidence=evidence)
 
-    async def _work(self, engine: Engine, agent: Agent, renderer: Renderer) -> Evidence | None:
-        """Let the agent work and take its diff. Gives the evidence when there is nothing to run tests for."""
+    async def _work(self, engine: Engine, agent: Agent, renderer: Renderer, grader: Grader) -> Graded | Evidence | None:
+        """Let the agent work and take its diff. Gives the evidence when there is nothing to run tests for, and the
+        grade where it is the machine that is graded."""
         episode = self._attempt.episode
         task, limits = episode.task, episode.limits
         spec = SandboxSpec(
@@ -98,6 +113,7 @@ class _Course:
             pids=limits.pids,
             output_bytes=limits.output_bytes,
             workdir=task.workdir,
+            machine=task.machine,
         )
         async with self._open(spec) as sandbox:
             files = await workspace(task)
@@ -119,6 +135,9 @@ class _Course:
                     min_step=self._attempt.min_version,
                 )
             )
+            if isinstance(grader, MachineGrader) and grader.by_machine(task):
+                with self._event("grade"):
+                    return await grader.grade_machine(task, sandbox=sandbox, limits=limits)
             with self._event("collect"):
                 try:
                     self._patch = await collect_patch(task, sandbox, base=base)

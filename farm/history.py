@@ -115,9 +115,18 @@ async def strip_future(task: Task, sandbox: Sandbox) -> Past:
     return _judge(task, await _run(task, sandbox, _LOOK))
 
 
-async def _run(task: Task, sandbox: Sandbox, script: str) -> str:
+def strip_script(task: Task) -> str:
+    """What :func:`strip_future` runs first, for others to run; exit code 0 when it could be done."""
+    return _script(task, _STRIP)
+
+
+def _script(task: Task, script: str) -> str:
     words = {"workdir": shlex.quote(task.workdir), "base": shlex.quote(task.base_commit), "most": _MOST_OWN_COMMITS}
-    result = await sandbox.exec((_COMMON + script).format(**words), timeout_s=_TIMEOUT_S, cwd="/")
+    return (_COMMON + script).format(**words)
+
+
+async def _run(task: Task, sandbox: Sandbox, script: str) -> str:
+    result = await sandbox.exec(_script(task, script), timeout_s=_TIMEOUT_S, cwd="/")
     if result.timed_out:
         raise FarmError(f"{task.instance_id}: cleaning the history took over {_TIMEOUT_S:g} s", kind="history_timeout")
     if result.exit_code != 0:

@@ -26,6 +26,7 @@ from farm.protocols import ImageKeeper
 from farm.render import RENDERERS, make_renderer
 from farm.render.messages import MessageRenderer
 from farm.sandbox import PROVIDERS, make_provider
+from farm.sandbox.build_context import SCHEME
 from farm.sandbox.rootfs import IMAGES
 from farm.tasks import load_tasks
 from farm.types import Task
@@ -71,6 +72,7 @@ def prepare(config: FarmConfig) -> Prepared:
     make_grader(config.grader.name)
     _check_parsers(tasks, config.grader.name)
     _check_images(tasks, config.sandbox.provider)
+    _check_machines(tasks, config)
     provider = make_provider(config.sandbox.provider, **config.sandbox_options())
     if not tasks:
         raise UsageError(f"tasks {config.rollout.tasks!r}: no tasks in there; give a source with at least one")
@@ -98,6 +100,44 @@ def _check_images(tasks: Sequence[Task], provider: str) -> None:
             f"sandbox.provider 'bubblewrap' has no image {unknown[0]!r}; it has {', '.join(IMAGES)}. Tasks with images "
             f"of their own need another provider: --set sandbox.provider={'|'.join(others) or 'docker'}"
         )
+
+
+def _check_machines(tasks: Sequence[Task], config: FarmConfig) -> None:
+    """What tasks say of their own machine and limits can be given to them here."""
+    provider = config.sandbox.provider
+    network = {"docker": bool(config.docker.network), "e2b": config.e2b.internet, "harbor": True, "fake": True}.get(
+        provider, False
+    )
+    for task in tasks:
+        for name, value in task.own_limits.items():
+            if value > getattr(config.limits, name):
+                raise UsageError(
+                    f"task {task.instance_id}: asks for {name} = {value:g}, limits.{name} is "
+                    f"{getattr(config.limits, name):g}; allow it: --set limits.{name}={value:g} (time limits stay "
+                    "ordered: agent_s < episode_s)"
+                )
+        if task.machine.network and not network:
+            raise UsageError(
+                f"task {task.instance_id}: its machine has a network (environment.network_mode 'public' is Harbor's "
+                f"default), sandboxes here have none: {_NETWORK.get(provider, _NETWORK[''])}; or, where it needs none, "
+                'write network_mode = "no-network" in its task.toml'
+            )
+        if not task.workdir and provider != "docker":
+            raise UsageError(
+                f"task {task.instance_id}: only its image says where commands run: set environment.workdir"
+            )
+        if task.image.startswith(SCHEME) and provider == "e2b":
+            raise UsageError(
+                f"task {task.instance_id}: its Dockerfile is built by Docker only: push the image, name it in "
+                "environment.docker_image, or use --set sandbox.provider=docker"
+            )
+
+
+_NETWORK = {
+    "": "give another provider: --set sandbox.provider=docker",
+    "docker": "name one of the daemon's: --set docker.network=bridge",
+    "e2b": "--set e2b.internet=true",
+}
 
 
 def check_policy(folder: Path) -> Path:

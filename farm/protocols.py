@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from farm.types import (
@@ -12,7 +12,9 @@ from farm.types import (
     EndReason,
     Event,
     Evidence,
+    Graded,
     Limits,
+    Machine,
     SamplingParams,
     Shard,
     Task,
@@ -47,6 +49,7 @@ class SandboxSpec:
     pids: int = 64
     output_bytes: int = 16_384
     workdir: str = "/testbed"
+    machine: Machine = field(default_factory=Machine)
 
 
 class Sandbox(Protocol):
@@ -241,6 +244,19 @@ class Grader(Protocol):
 
     async def close(self) -> None:
         """End what the grader keeps running between gradings, if anything."""
+        ...
+
+
+@runtime_checkable
+class MachineGrader(Protocol):
+    """A grader that also knows tasks whose result is the machine that the agent leaves, not a diff."""
+
+    def by_machine(self, task: Task) -> bool:
+        """Is ``task`` one of them?"""
+        ...
+
+    async def grade_machine(self, task: Task, *, sandbox: Sandbox, limits: Limits) -> Graded:
+        """Grade what is in the agent's own ``sandbox``. Raises ``GraderError`` when it can't be carried out."""
         ...
 
 

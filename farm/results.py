@@ -55,9 +55,9 @@ def summarize(rows: Iterable[Trajectory]) -> Results:
         retries += len(row.prior)
         start, end = min(start, row.started_at_s), max(end, row.ended_at_s)
         match row.outcome:
-            case Graded(reward=reward):
+            case Graded(evidence=evidence):
                 graded += 1
-                resolved += reward > 0.5
+                resolved += evidence.resolved
                 ends[row.end_reason.value] += 1
                 turns += len(row.turns)
                 tokens += row.total_tokens

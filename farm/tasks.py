@@ -2,7 +2,8 @@
 
 ``micro:<split>`` and ``pypi[:<package>]`` are the project's own suites, ``made:FOLDER[:<package>]`` is what ``farm
 make-tasks`` wrote. ``swebench:ROWS`` reads rows of the SWE-bench schema, whose repositories are in their images, from a
-file or the Hugging Face Hub; ``subset:FILE`` is a sample of such rows that ``farm subset`` drew.
+file or the Hugging Face Hub; ``subset:FILE`` is a sample of such rows that ``farm subset`` drew. ``harbor:FOLDER``
+reads Harbor task folders.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from farm.suites import qualify
 from farm.suites.swebench_rows import swebench_tasks
 from farm.types import Task
 
-KINDS_OF_SPEC = "micro:SPLIT, pypi[:PACKAGE], made:FOLDER[:PACKAGE], swebench:ROWS, subset:FILE"
+KINDS_OF_SPEC = "micro:SPLIT, pypi[:PACKAGE], made:FOLDER[:PACKAGE], swebench:ROWS, subset:FILE, harbor:FOLDER"
 
 
 def load_tasks(spec: str, *, limit: int | None = None, quarantined: bool = False) -> list[Task]:
@@ -60,10 +61,17 @@ def _subset(file: str) -> list[Task]:
     return subset.load(file)
 
 
+def _harbor(folder: str) -> list[Task]:
+    from farm.harbor.tasks import harbor_tasks
+
+    return harbor_tasks(folder)
+
+
 SUITES: Mapping[str, Callable[[str], list[Task]]] = {
     "micro": _micro,
     "pypi": _pypi,
     "made": _made,
     "swebench": swebench_tasks,
     "subset": _subset,
+    "harbor": _harbor,
 }

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import lru_cache
 from typing import Any
@@ -56,7 +56,27 @@ class ImageFiles:
     """The repository is already in the task's image (SWE-bench images: ``/testbed``)."""
 
 
-Workspace = InlineFiles | SdistFiles | ImageFiles
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderFiles:
+    """The task is a folder that every worker host can read (``farm.harbor``). ``digest`` is of all that it holds;
+    ``repository`` is the folder in it with the repository's files, "" when the image has them."""
+
+    folder: str
+    digest: str
+    repository: str = ""
+
+
+Workspace = InlineFiles | SdistFiles | ImageFiles | FolderFiles
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What a task's machine must have beyond the episode's limits. ``cpus`` None: as many as the back end gives;
+    ``env``: of every command."""
+
+    cpus: float | None = None
+    network: bool = False
+    env: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,13 +118,28 @@ class Task:
     strata: Mapping[str, str] = field(default_factory=dict)  # e.g. {"kind": "compare", "size": "1"}
     weight: float = 1.0
     eval_type: str = ""  # of SWE-bench rows: "pass_and_fail" or "fail_only"
+    own_limits: Mapping[str, float] = field(default_factory=dict)  # field of Limits -> what this task says it is
+    machine: Machine = Machine()
+
+    def limits(self, configured: Limits) -> Limits:
+        """Of an episode of it."""
+        own: dict[str, Any] = dict(self.own_limits)
+        return replace(configured, **own) if own else configured
 
     @property
     def digest(self) -> str:
         content = asdict(self)
-        if not self.eval_type:  # as before there was such a field: known tasks keep their identity
-            del content["eval_type"]
+        for name, unsaid in _LATER_FIELDS.items():
+            if content[name] == unsaid:
+                del content[name]
+        if isinstance(self.workspace, FolderFiles):  # where it lies is not what it is; it says the image and machine
+            del content["workspace"]["folder"], content["image"]
+            content.pop("machine", None)  # with the values of secrets
         return content_digest(content)
+
+
+# Left out where a task does not say them, as before there were such fields: known tasks keep their identity.
+_LATER_FIELDS: Mapping[str, Any] = {"eval_type": "", "own_limits": {}, "machine": asdict(Machine())}
 
 
 # ------------------------------------------------------------------------------------------- episodes

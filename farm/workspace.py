@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from farm.suites.repo import workspace_files
-from farm.types import ImageFiles, InlineFiles, SdistFiles, Task
+from farm.types import FolderFiles, ImageFiles, InlineFiles, SdistFiles, Task
 
 
 async def workspace(task: Task) -> dict[str, bytes]:
@@ -13,7 +13,7 @@ async def workspace(task: Task) -> dict[str, bytes]:
 
     Unpacking a source distribution takes long enough to stall other episodes, so that is done in a thread.
     """
-    if isinstance(task.workspace, SdistFiles):
+    if isinstance(task.workspace, SdistFiles | FolderFiles):
         return await asyncio.to_thread(workspace_files, task)
     return workspace_files(task)
 
@@ -21,11 +21,11 @@ async def workspace(task: Task) -> dict[str, bytes]:
 async def base_tree(task: Task) -> dict[str, bytes] | None:
     """The tracked files at the base commit, path inside the repository -> bytes; None when only the image has them."""
     match task.workspace:
-        case ImageFiles():
+        case ImageFiles() | FolderFiles(repository=""):
             return None
         case InlineFiles(files=files):
             return {path: text.encode() for path, text in files.items()}
-        case SdistFiles():
+        case SdistFiles() | FolderFiles():
             prefix, git = f"{task.workdir}/", f"{task.workdir}/.git/"
             files_and_git = await workspace(task)
             return {path.removeprefix(prefix): b for path, b in files_and_git.items() if not path.startswith(git)}

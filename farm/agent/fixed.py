@@ -7,14 +7,15 @@ import time
 from collections.abc import Callable
 
 from farm.errors import AgentError
+from farm.harbor.machine import solve
 from farm.protocols import AgentRun, Engine, Renderer, Sandbox
-from farm.types import EndReason, Event, Limits, SamplingParams, Task
+from farm.types import EndReason, Event, FolderFiles, Limits, SamplingParams, Task
 
 _PATCH_FILE = "/tmp/gold.diff"
 
 
 class OracleAgent:
-    """Applies the task's gold patch and submits. Samples nothing."""
+    """Applies the task's gold patch, or runs its solution, and submits. Samples nothing."""
 
     def __init__(self, *, now: Callable[[], float] = time.time) -> None:
         self._now = now
@@ -35,6 +36,10 @@ class OracleAgent:
         clock = asyncio.get_running_loop().time
         wall = self._now() - clock()
         start = clock()
+        if isinstance(task.workspace, FolderFiles):
+            await solve(task, sandbox, limits)
+            event = Event(name="exec", start_at_s=wall + start, end_at_s=wall + clock())
+            return AgentRun(turns=(), end_reason=EndReason.SUBMITTED, timeline=(event,))
         await sandbox.write_files({_PATCH_FILE: task.patch.encode()})
         result = await sandbox.exec(f"git apply --whitespace=nowarn {_PATCH_FILE}", timeout_s=limits.tool_s)
         if result.exit_code != 0:

@@ -11,6 +11,7 @@ from farm.types import Limits, Task
 GRADERS = {
     "tests": "farm.grader.tests:TestGrader",
     "swebench": "farm.grader.swebench:SwebenchGrader",  # needs the extra of the same name
+    "harbor": "farm.grader.harbor:HarborGrader",
 }
 
 MAX_LOG_BYTES = 4 << 20
@@ -36,4 +37,5 @@ def grading_spec(task: Task, *, limits: Limits, owner: str, deadline_at_s: float
         pids=limits.pids,
         output_bytes=max(limits.output_bytes, MAX_LOG_BYTES),
         workdir=task.workdir,
+        machine=task.machine,
     )

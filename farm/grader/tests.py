@@ -32,6 +32,7 @@ from farm.grader import MAX_LOG_BYTES
 from farm.grader.admit import admit
 from farm.grader.diffs import FileDiff, apply_plain, read
 from farm.grader.parsers import END_MARKER, PARSERS, START_MARKER
+from farm.grader.verdict import judge, marked
 from farm.protocols import ExecResult, Sandbox
 from farm.types import Evidence, Limits, Task
 from farm.workspace import base_tree, git_files, workspace
@@ -42,8 +43,6 @@ _TAIL = 2_000
 _TEST_DIFF, _AGENT_DIFF, _EVAL = "/tmp/test.diff", "/tmp/agent.diff", "/tmp/eval.sh"
 _WORD_VARIABLE = "FARM_TEST_WORD"
 _APPLY = "git apply --whitespace=nowarn"
-_MARKER_LINE = r"^([ \t]*(?:echo|:)[ \t]+['\"]?)({})(['\"]?[ \t]*)$"
-_KEEPS_EXIT = r"(?:^(\w+)=\$\?\n)?"  # a script may keep the exit code itself, right before the marker
 _LONGEST_ARGUMENT = 64 << 10  # bytes; Linux takes twice as much
 _REFUSED = (1, 128)  # exit codes of a git that says no
 _NOT_RUNNABLE = (126, 127)
@@ -156,21 +155,9 @@ def _apply(tree: dict[str, bytes], tests: list[FileDiff], kept: list[FileDiff]) 
 
 
 def _marked(task: Task, word: str) -> str:
-    """The eval script with ``word`` in its markers and a report of the tests' exit code. Raises GraderError."""
-    script, starts = re.subn(
-        _MARKER_LINE.format(re.escape(START_MARKER)), rf"\g<1>\g<2> {word}\g<3>", task.eval_script, flags=re.MULTILINE
-    )
-    script, ends = re.subn(
-        _KEEPS_EXIT + _MARKER_LINE.format(re.escape(END_MARKER)),
-        lambda m: (
-            "FARM_TESTS_EXIT=$?\n"
-            + (f"{m[1]}=$FARM_TESTS_EXIT\n" if m[1] else "")
-            + f"{m[2]}{m[3]} {word}{m[4]}\necho {word} exit $FARM_TESTS_EXIT"
-        ),
-        script,
-        flags=re.MULTILINE,
-    )
-    if starts != 1 or ends != 1:
+    """The eval script with ``word`` in its markers. Raises GraderError."""
+    script = marked(task.eval_script, word)
+    if script is None:
         raise GraderError(
             f"{task.instance_id}: the eval script must write {START_MARKER!r} and {END_MARKER!r} on a line of its own "
             "each, once",
@@ -196,33 +183,30 @@ async def _judge(
         return not_resolved(
             task, f"{note}the patch does not apply: {result.output}", patch_applied=False, exit_code=result.exit_code
         )
-    starts = [i for i, line in enumerate(lines) if f"{START_MARKER} {word}" in line]
-    ends = [i for i, line in enumerate(lines) if f"{END_MARKER} {word}" in line]
-    exits = [line.split()[-1] for line in lines if line.startswith(f"{word} exit ")]
-    ran = bool(starts and ends and len(exits) == 1 and not result.timed_out)
-    exit_code = int(exits[0]) if ran else result.exit_code
-    region = lines[starts[0] + 1 : ends[-1]] if ran else lines
-    believable = region
-    if _WORD_VARIABLE in task.test_patch or _WORD_VARIABLE in task.eval_script:
-        ending = f" {words.status}"
-        believable = [line.removesuffix(ending) for line in region if line.endswith(ending)]
-    found = PARSERS[task.log_parser]("\n".join([START_MARKER, *believable, END_MARKER]))
-    if not found and exit_code in _NOT_RUNNABLE:
+    checked = _WORD_VARIABLE in task.test_patch or _WORD_VARIABLE in task.eval_script
+    verdict = judge(
+        result.output,
+        expected=(*task.fail_to_pass, *task.pass_to_pass),
+        parse=PARSERS[task.log_parser],
+        word=word,
+        status_word=words.status if checked else None,
+        exit_code=result.exit_code,
+        timed_out=result.timed_out,
+    )
+    if not verdict.found and verdict.exit_code in _NOT_RUNNABLE:
         await _ask_machine(task, result.output, sandbox, limits)
-    statuses = {test: found.get(test, "MISSING") for test in (*task.fail_to_pass, *task.pass_to_pass)}
-    believed = exit_code == 0 or any(status != "PASSED" for status in found.values())
     if result.timed_out:
         note += f"the tests ran out of time after {limits.grade_s:g} s\n"
-    elif not ran:
+    elif not verdict.ran:
         note += "the test run was ended from within\n"
-    elif not believed:
-        note += f"exit code {exit_code} but no failing test\n"
+    elif not verdict.believed:
+        note += f"exit code {verdict.exit_code} but no failing test\n"
     return Evidence(
-        statuses=statuses,
-        resolved=ran and believed and bool(statuses) and all(status == "PASSED" for status in statuses.values()),
+        statuses=verdict.statuses,
+        resolved=verdict.resolved,
         patch_applied=True,
-        exit_code=exit_code,
-        log_tail=note + "\n".join(region)[-_TAIL:],
+        exit_code=verdict.exit_code,
+        log_tail=note + "\n".join(verdict.region)[-_TAIL:],
     )
 
 

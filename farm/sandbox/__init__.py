@@ -13,6 +13,7 @@ PROVIDERS: Mapping[str, str] = {
     "bubblewrap": "farm.sandbox.bubblewrap:BubblewrapProvider",
     "docker": "farm.sandbox.docker:DockerProvider",
     "e2b": "farm.sandbox.e2b:E2BProvider",
+    "harbor": "farm.sandbox.harbor:HarborProvider",
     "fake": "farm.sandbox.fake:FakeProvider",
 }
 

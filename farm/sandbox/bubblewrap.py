@@ -141,7 +141,7 @@ class BubblewrapProvider:
         pairs = [(_RLIMITS[name], value) for name, value in limits.items()]
         server = command_server.server_argv(platform.machine(), pairs)
         memory = spec.memory_bytes + spec.disk_bytes
-        groups = plan(self._cgroups, memory_bytes=memory, pids=spec.pids, cpus=self._cpus)
+        groups = plan(self._cgroups, memory_bytes=memory, pids=spec.pids, cpus=spec.machine.cpus or self._cpus)
         return {
             "id": sandbox_id,
             "owner": spec.owner,

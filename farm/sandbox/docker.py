@@ -1,9 +1,10 @@
 """Sandboxes in containers of a Docker daemon, served by the command server as their pid 1.
 
-A container has no network, no capabilities, no way to gain privileges, and limits on memory, processes, CPU and disk.
-Its first process is :mod:`farm.sandbox.command_server` (perl, which every Debian and Ubuntu has), spoken to over the
-attached standard streams, so a command costs about a millisecond and not a ``docker exec``, and a time-out kills
-every process but the server, also one that made a session of its own.
+A container has no network (unless its task asks for one and ``docker.network`` names it), no capabilities, no way to
+gain privileges, and limits on memory, processes, CPU and disk. Its first process is :mod:`farm.sandbox.command_server`
+(perl, which every Debian and Ubuntu has), spoken to over the attached standard streams, so a command costs about a
+millisecond and not a ``docker exec``, and a time-out kills every process but the server, also one that made a session
+of its own.
 
 Nothing stays behind: when the farm dies, the server reads the end of its input and exits; at the deadline it exits by
 its own alarm; in both cases the daemon removes the container (``AutoRemove``). What is left when the daemon could
@@ -25,6 +26,7 @@ import platform
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from farm.errors import SandboxStartError, UsageError
@@ -54,7 +56,8 @@ _log = logging.getLogger(__name__)
 class DockerProvider:
     """``host``: where the daemon listens ("" is DOCKER_HOST or the usual socket); ``runtime``: an OCI runtime that it
     knows, such as ``crun`` or ``runsc``; ``cpus``: quota of one sandbox; ``user``: whom commands run as ("" is the
-    image's own user). For the others see :class:`ImageStore`. One event loop at a time."""
+    image's own user); ``network``: a network of the daemon, for tasks that ask for one ("": they don't start). For the
+    others see :class:`ImageStore`. One event loop at a time."""
 
     name = "docker"
 
@@ -65,6 +68,7 @@ class DockerProvider:
         runtime: str = "",
         cpus: float = 1.0,
         user: str = "",
+        network: str = "",
         pulls_per_minute: float = 60.0,
         image_budget_bytes: int = 0,
     ) -> None:
@@ -78,6 +82,7 @@ class DockerProvider:
         self._runtime = runtime
         self._cpus = cpus
         self._user = user
+        self._network = network
         self._machine = str(info.get("Architecture", platform.machine()))
         self._state = state_directory()
         identity = hashlib.sha256(str(info.get("ID", self._daemon.host)).encode()).hexdigest()[:16]
@@ -135,7 +140,13 @@ class DockerProvider:
             await self.sweep(now_s=now_s)
 
     async def _start(self, spec: SandboxSpec) -> DockerSandbox:
+        if spec.machine.network and not self._network:
+            raise SandboxStartError(
+                "the task asks for a network: name one in docker.network", kind="network", retryable=False
+            )
         image, extra = await self._image(spec)
+        if not spec.workdir:
+            spec = replace(spec, workdir=await self._images.workdir(image))
         name = PREFIX + secrets.token_hex(8)
         try:
             await self._create(name, image, spec, extra)
@@ -197,14 +208,14 @@ class DockerProvider:
                 healthcheck={"test": ["NONE"]},
                 host_config=client.create_host_config(
                     auto_remove=True,
-                    network_mode="none",
+                    network_mode=self._network if spec.machine.network else "none",
                     ipc_mode="private",
                     cap_drop=["ALL"],
                     security_opt=["no-new-privileges"],
                     pids_limit=spec.pids,
                     mem_limit=spec.memory_bytes + (spec.disk_bytes if "tmpfs" in host else 0),
                     memswap_limit=spec.memory_bytes + (spec.disk_bytes if "tmpfs" in host else 0),
-                    nano_cpus=int(self._cpus * 1e9),
+                    nano_cpus=int((spec.machine.cpus or self._cpus) * 1e9),
                     shm_size=min(_SHM_BYTES, spec.disk_bytes),
                     ulimits=limits,
                     log_config=types.LogConfig(type="none"),
@@ -218,8 +229,7 @@ class DockerProvider:
     async def _image(self, spec: SandboxSpec) -> tuple[str, dict[str, Any]]:
         """The name that the daemon knows ``spec.image`` by, and what its containers need besides."""
         if spec.image not in docker_host_image.NAMES:
-            await self._images.ensure(spec.image, deadline_at_s=spec.deadline_at_s)
-            return spec.image, {}
+            return await self._images.ensure(spec.image, deadline_at_s=spec.deadline_at_s), {}
         if not self._host_image:
             self._host_image = await self._import_host_image()
         if spec.image == "host-pytest" and self._pytest is None:

@@ -9,6 +9,7 @@ import asyncio
 import os
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -25,6 +26,7 @@ _PULL_THREADS = 2
 _CONNECT_S = 5.0
 _CALL_S = 90.0  # one answer of a daemon under load
 _QUIET_S = 300.0  # between two words of a pull: unpacking a layer of gigabytes is silent
+_BUILD_LINES = 20
 _OLDEST_API = (1, 41)  # Docker 20.10
 
 T = TypeVar("T")
@@ -117,6 +119,35 @@ class Daemon:
                 await loop.run_in_executor(self._pullers, self._translated, f"pull {image}", work, _QUIET_S)
         except TimeoutError:
             raise DockerError(f"pull {image}", f"not done in {timeout_s:g} s", docker_faults.SLOW) from None
+        finally:
+            given_up.set()
+
+    async def build(self, folder: str, image: str, *, timeout_s: float) -> None:
+        """An image from the Dockerfile in ``folder``, bounded by ``timeout_s``; when cancelled, the build ends at the
+        daemon's next word. Raises ``DockerError`` (kind ``build`` where the Dockerfile is to blame)."""
+        given_up = threading.Event()
+
+        def work(client: Any) -> None:
+            said: deque[str] = deque(maxlen=_BUILD_LINES)
+            for word in client.build(path=folder, tag=image, rm=True, forcerm=True, decode=True):
+                if given_up.is_set():
+                    return
+                said.append(str(word.get("stream", "")).strip())
+                if "error" in word:
+                    told = f"{word['error']}: {' | '.join(line for line in said if line)}"
+                    fault = docker_faults.meaning(0, told)
+                    raise DockerError(
+                        f"build of {folder}",
+                        told[-1500:],
+                        docker_faults.BUILD if fault is docker_faults.DAEMON else fault,
+                    )
+
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await loop.run_in_executor(self._pullers, self._translated, f"build of {folder}", work, _QUIET_S)
+        except TimeoutError:
+            raise DockerError(f"build of {folder}", f"not done in {timeout_s:g} s", docker_faults.SLOW) from None
         finally:
             given_up.set()
 

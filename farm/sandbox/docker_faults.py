@@ -65,6 +65,7 @@ GONE = Fault(kind="daemon", retryable=True, advice="start the daemon, or correct
 SLOW = Fault(
     kind="daemon_slow", retryable=True, advice="fewer sandboxes at once (cluster.slots) ease the daemon's load"
 )
+BUILD = Fault(kind="build", retryable=True, advice="try it with `docker build`; no BuildKit syntax is understood")
 
 
 def meaning(status: int, message: str) -> Fault:

@@ -20,8 +20,12 @@ from farm.sandbox.rootfs import ENVIRONMENT, HOME, IMAGES, PYTEST, SYSTEM, UID, 
 REPOSITORY = "rollout-farm/host"
 NAMES = IMAGES
 USER = f"{UID}:{UID}"
-_SCRATCH = ("/tmp", "/var/tmp", HOME)
-_EMPTY = ("dev", "proc", "sys", "run", "usr", "opt", "testbed", "home", HOME.strip("/"), "var")
+_HARBOR = ("/logs", "/tests", "/solution")  # where tasks of Harbor put their own (farm.harbor.machine)
+_SCRATCH = ("/tmp", "/var/tmp", HOME, *_HARBOR)
+_EMPTY = (
+    "dev", "proc", "sys", "run", "usr", "opt", "testbed", "home", HOME.strip("/"), "var",
+    *(path.strip("/") for path in _HARBOR),
+)  # fmt: skip
 
 
 def image_tar() -> bytes:

@@ -12,12 +12,14 @@ import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from farm.errors import SandboxStartError
 from farm.sandbox import pacing
+from farm.sandbox.build_context import BuildContext, build_context, digest_of
 from farm.sandbox.docker_daemon import Daemon, DockerError
 from farm.sandbox.image_plan import HeldImage, evictions, full_name, registry_of
 from farm.sandbox.pacing import Pace
@@ -50,21 +52,34 @@ class ImageStore:
         self._budget = budget_bytes
         self._now = now
         self._noted: dict[str, float] = {}  # when this process last saw an image, and wrote its use down
+        self._workdirs: dict[str, str] = {}
 
-    async def ensure(self, image: str, *, deadline_at_s: float) -> None:
-        """``image`` is there when this returns. Raises ``SandboxStartError``: kind ``image`` (no such one),
-        ``rate_limited``, ``disk_full``, ``image_wait``, ``registry_auth``, ``daemon``."""
-        name = full_name(image)
+    async def ensure(self, image: str, *, deadline_at_s: float) -> str:
+        """``image`` is there when this returns: pulled, or built where it names a folder
+        (:mod:`farm.sandbox.build_context`). Gives the name that the daemon knows it by. Raises ``SandboxStartError``:
+        kind ``image`` (no such one), ``build``, ``rate_limited``, ``disk_full``, ``image_wait``, ``registry_auth``,
+        ``daemon``."""
+        context = build_context(image)
+        name = known_as(image)
         if self._now() - self._noted.get(name, 0.0) <= _NOTE_S:
-            return
+            return name
         if not await self.has(name):
-            await self._pull_once(name, deadline_at_s)
+            obtain = self._pull if context is None else partial(self._build, context)
+            await self._once(name, obtain, deadline_at_s)
         self._noted[name] = self._now()
         await asyncio.to_thread(self._touch, name)
+        return name
+
+    async def workdir(self, name: str) -> str:
+        """The working directory that the image ``name`` says for itself. Raises ``SandboxStartError``."""
+        if name not in self._workdirs:
+            self._workdirs[name] = str((await self._inspect(name))["Config"].get("WorkingDir") or "/")
+        return self._workdirs[name]
 
     def forget(self, image: str) -> None:
         """It was there, and is not any more."""
-        self._noted.pop(full_name(image), None)
+        self._noted.pop(known_as(image), None)
+        self._workdirs.pop(known_as(image), None)
 
     async def has(self, image: str) -> bool:
         try:
@@ -83,17 +98,17 @@ class ImageStore:
     def _ledger(self) -> Path:
         return self._folder / "images.json"
 
-    async def _pull_once(self, name: str, deadline_at_s: float) -> None:
-        """One process pulls, the others wait for it."""
+    async def _once(self, name: str, obtain: Callable[[str, float], Awaitable[None]], deadline_at_s: float) -> None:
+        """One process pulls or builds, the others wait for it."""
         lock = self._folder / f"pull-{hashlib.sha256(name.encode()).hexdigest()[:16]}.lock"
         while True:
             with try_lock(lock) as mine:
                 if mine:
                     if not await self.has(name):
-                        await self._pull(name, deadline_at_s)
+                        await obtain(name, deadline_at_s)
                     return
             if self._now() + _TURN_S > deadline_at_s:
-                raise SandboxStartError(f"image {name}: another process is still pulling it", kind="image_wait")
+                raise SandboxStartError(f"image {name}: another process is still at it", kind="image_wait")
             await asyncio.sleep(_TURN_S)
 
     async def _pull(self, name: str, deadline_at_s: float) -> None:
@@ -113,6 +128,30 @@ class ImageStore:
                     await self._make_room(0)
                 if kind not in ("rate_limited", "disk_full") or not tries_left:
                     raise start_error(error) from error
+        await self._take_in(name)
+
+    async def _build(self, context: BuildContext, name: str, deadline_at_s: float) -> None:
+        if self._budget:
+            await self._make_room(self._budget, room_bytes=_typical(self.held()))
+        try:
+            found = await asyncio.to_thread(digest_of, context.folder)
+        except OSError as error:
+            raise SandboxStartError(f"image of {context.folder}: {error}", kind="image", retryable=False) from error
+        if found != context.digest:
+            raise SandboxStartError(
+                f"image of {context.folder}: the folder has changed since its tasks were read",
+                kind="image",
+                retryable=False,
+            )
+        _log.info("building %s of %s", name, context.folder)
+        try:
+            await self._daemon.build(str(context.folder), name, timeout_s=max(1.0, deadline_at_s - self._now()))
+        except DockerError as error:
+            raise start_error(error) from error
+        await self._take_in(name)
+
+    async def _take_in(self, name: str) -> None:
+        """Write down that the farm brought it here."""
         size = int((await self._inspect(name))["Size"])
         await asyncio.to_thread(self._enter, name, size)
         if self._budget:
@@ -193,6 +232,12 @@ class ImageStore:
         except DockerError as error:
             raise start_error(error) from error
         return {full_name(str(container.get("Image", ""))) for container in containers}
+
+
+def known_as(image: str) -> str:
+    """The name that the daemon knows ``image`` by, once it is there."""
+    context = build_context(image)
+    return full_name(image) if context is None else context.image
 
 
 def start_error(error: DockerError) -> SandboxStartError:

@@ -4,7 +4,7 @@ A template stands for an image (:func:`template_name`), because E2B starts nothi
 counted over all workers (:mod:`farm.sandbox.account_limit`). Every creation carries an idempotency key and metadata
 of its own: an answer that was lost is asked for again under the same key, and what may have been made in spite of a
 failure is found by its metadata and killed. Commands run detached and are asked for by short calls
-(:mod:`farm.sandbox.e2b_runner`). What an error means is a table (:mod:`farm.sandbox.e2b_faults`).
+(:mod:`farm.sandbox.runner_sandbox`). What an error means is a table (:mod:`farm.sandbox.e2b_faults`).
 
 A sandbox ends by E2B's own time-out at its deadline, whatever happens to the farm; ``sweep`` kills what is overdue.
 
@@ -21,30 +21,26 @@ import os
 import random
 import re
 import secrets
-import shlex
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
-from farm.errors import SandboxLostError, SandboxStartError, UsageError
-from farm.protocols import ExecResult, Sandbox, SandboxSpec
-from farm.sandbox import e2b_runner
+from farm.errors import SandboxStartError, UsageError
+from farm.protocols import Sandbox, SandboxSpec
 from farm.sandbox.account_limit import AccountLimit
 from farm.sandbox.e2b_faults import Next, Verdict, verdict
 from farm.sandbox.optional import sdk
-from farm.sandbox.served import GRACE_S, check_path, refused, uncancelled
+from farm.sandbox.runner_sandbox import Refused, RunnerSandbox
+from farm.sandbox.served import GRACE_S, uncancelled
 from farm.sandbox.state import state_directory
 
 MARK = "rollout-farm"  # metadata key that all sandboxes of farms carry
-BASE = "/tmp/.farm"  # where the jobs lie in a sandbox
 KNOWN_TEMPLATES: Mapping[str, str] = {"host": "base"}  # E2B's own template has bash, perl, git and Python
 
 _CREATE_S = 60.0  # one answer to a creation
 _CALL_S = 30.0  # one answer of a sandbox, beyond what it is asked to wait
-_WAIT_S = 10.0  # the longest that a call waits inside for a job to end
 _TRIES = 5
-_LONGEST_COMMAND = 128 << 10  # bytes; Linux takes no longer argument
 _PAUSES_S = (0.2, 0.5, 1.0, 2.0)
 _BACK_OFF_S = (2.0, 5.0, 10.0, 20.0)
 _CHECK_S = 15.0
@@ -236,150 +232,15 @@ class E2BProvider:
             return False
 
 
-class E2BSandbox:
-    """A running microVM; made by :class:`E2BProvider` only. One command runs at a time."""
+class E2BSandbox(RunnerSandbox):
+    """A running microVM; made by :class:`E2BProvider` only."""
 
     def __init__(self, box: Any, spec: SandboxSpec, *, user: str, exited: type[Exception]) -> None:
+        super().__init__(str(box.sandbox_id), spec, user=user)
         self._box = box
         self._exited = exited  # what the SDK raises when a command's exit code is not 0
-        self._spec = spec
-        self._user = user
-        self._lock = asyncio.Lock()
-        self._cpu_s = 0.0
-        self._lost: tuple[str, str] | None = None  # message, kind
-
-    @property
-    def id(self) -> str:
-        return str(self._box.sandbox_id)
-
-    async def ready(self) -> None:
-        """Make the working directory. Raises ``SandboxStartError`` when the template can't run what the farm needs."""
-        wanted = f"mkdir -p {shlex.quote(self._spec.workdir)} && [ -x /usr/bin/perl ] && [ -x /bin/bash ]"
-        try:
-            answer = await self._say(f"{wanted} && echo ready || echo 'no bash, perl or directory'", wait_s=0.0)
-        except SandboxLostError as error:
-            raise SandboxStartError(str(error), kind=error.kind) from error
-        except _Refused as error:
-            answer = str(error)
-        if answer != "ready\n":
-            raise SandboxStartError(
-                f"sandbox {self.id}: {answer.strip()}: the template needs bash, /usr/bin/perl, and the user "
-                f"{self._user!r} (e2b.user), who may make {self._spec.workdir}; build it from an image that has them",
-                kind="template",
-                retryable=False,
-            )
-
-    async def exec(
-        self, command: str, *, timeout_s: float, cwd: str | None = None, env: Mapping[str, str] | None = None
-    ) -> ExecResult:
-        text = command.encode(errors="surrogateescape")
-        if b"\0" in text:
-            return refused("the command holds a null byte")
-        if len(text) >= _LONGEST_COMMAND:
-            return refused("Argument list too long")
-        async with self._lock:
-            self._check()
-            started = time.perf_counter()
-            number = secrets.token_hex(8)
-            try:
-                end = await self._job(number, e2b_runner.job(text, cwd or self._spec.workdir, env or {}), timeout_s)
-                output = end.output
-                if output is None:
-                    output = bytes(await self._files("read", f"{BASE}/{number}/out", format="bytes"))
-            except _Refused as error:
-                self._fail(str(error), "unresponsive")
-            except asyncio.CancelledError:
-                with contextlib.suppress(SandboxLostError):
-                    await uncancelled(self._runner("stop", BASE, number, wait_s=4.0))
-                raise
-            self._cpu_s += end.cpu_s
-            return ExecResult(
-                exit_code=end.exit_code,
-                output=output.decode(errors="replace"),
-                truncated=end.truncated,
-                timed_out=end.timed_out,
-                duration_s=time.perf_counter() - started,
-            )
-
-    async def write_files(self, files: Mapping[str, bytes]) -> None:
-        """Raises ``OSError`` when a path can't be written (also: disk full), ``ValueError`` when it isn't absolute."""
-        for path in files:
-            check_path(path)
-        if not files:
-            return
-        async with self._lock:
-            self._check()
-            try:
-                await self._files("write_files", [{"path": path, "data": data} for path, data in files.items()])
-            except _Refused as error:
-                raise OSError(str(error)) from error
-
-    async def read_file(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
-        check_path(path)
-        async with self._lock:
-            self._check()
-            answer = await self._runner("get", path, str(max_bytes), wait_s=0.0)
-            word, _, rest = answer.partition("\n")
-            if word == "DATA":
-                return e2b_runner.uudecoded(rest)
-            if word == "BIG":
-                raise ValueError(f"{path} is longer than {max_bytes} bytes")
-            if word != "FETCH":
-                raise FileNotFoundError(path)
-            try:
-                data = bytes(await self._files("read", path, format="bytes"))
-            except _Refused as error:
-                raise FileNotFoundError(path) from error
-        if len(data) > max_bytes:  # it has grown meanwhile
-            raise ValueError(f"{path} is longer than {max_bytes} bytes")
-        return data
-
-    async def cpu_s(self) -> float:
-        """Of the commands that have ended, without what they left running."""
-        return self._cpu_s
-
-    def closed(self) -> None:
-        self._lost = self._lost or ("it is closed", "closed")
-
-    # ------------------------------------------------------------------------------------------ calls
-
-    async def _job(self, number: str, packed: bytes, timeout_s: float) -> e2b_runner.Ended:
-        """Run it to its end, in as many calls as that takes."""
-        argument = e2b_runner.inline(packed)
-        if argument is None:
-            await self._files("write", f"{BASE}/{number}.job", packed)
-        until = time.monotonic() + timeout_s + GRACE_S
-        wait_s = min(timeout_s + 1.0, _WAIT_S)
-        answer = await self._runner(
-            "run", BASE, number, str(max(1, int(timeout_s * 1000))), str(self._spec.output_bytes), wait_s=wait_s,
-            last=argument or "-",
-        )  # fmt: skip
-        while True:
-            try:
-                end = e2b_runner.ended(answer)
-            except ValueError as error:
-                self._fail(f"it answers nonsense: {error}", "unresponsive")
-            if end is not None:
-                return end
-            if time.monotonic() > until:
-                self._fail(f"a command is still running {GRACE_S:g} s after its time-out", "unresponsive")
-            answer = await self._runner("poll", BASE, number, wait_s=_WAIT_S)
-
-    async def _runner(self, *words: str, wait_s: float, last: str = "") -> str:
-        given = [*words, str(int(wait_s * 1000)), *([last] if last else [])] if words[0] != "get" else [*words]
-        return await self._call(
-            f"exec /usr/bin/perl -e {shlex.quote(e2b_runner.RUNNER)} -- {shlex.join(given)}", wait_s=wait_s
-        )
-
-    async def _call(self, command: str, *, wait_s: float) -> str:
-        """What a short command says. Raises ``SandboxLostError``."""
-        try:
-            return await self._say(command, wait_s=wait_s)
-        except _Refused as error:
-            self._fail(str(error), "unresponsive")
 
     async def _say(self, command: str, *, wait_s: float) -> str:
-        """Like :meth:`_call`, but raises ``_Refused`` when the sandbox says no."""
         self._check()
 
         async def call() -> str:
@@ -396,8 +257,14 @@ class E2BSandbox:
 
         return await self._persist(call, wait_s + _CALL_S)
 
+    async def _put(self, files: Mapping[str, bytes]) -> None:
+        await self._files("write_files", [{"path": path, "data": data} for path, data in files.items()])
+
+    async def _fetch(self, path: str) -> bytes:
+        return bytes(await self._files("read", path, format="bytes"))
+
     async def _files(self, call: str, *given: Any, **named: Any) -> Any:
-        """A call on files. Raises ``SandboxLostError``, or ``_Refused`` when the sandbox says no."""
+        """A call on files. Raises ``SandboxLostError``, or ``Refused`` when the sandbox says no."""
         self._check()
         return await self._persist(
             lambda: getattr(self._box.files, call)(*given, user=self._user, request_timeout=_CALL_S, **named), _CALL_S
@@ -413,28 +280,13 @@ class E2BSandbox:
                 judged = _judge(error, "use")
                 match judged.next:
                     case Next.REFUSED:
-                        raise _Refused(_told(error)) from error
+                        raise Refused(_told(error)) from error
                     case Next.NEW_SANDBOX | Next.FATAL:
                         self._fail(_told(error), judged.kind)
                     case _ if number == _TRIES - 1:
                         self._fail(_told(error), judged.kind)
                 await asyncio.sleep(_PAUSES_S[min(number, len(_PAUSES_S) - 1)])
         raise AssertionError("unreachable")
-
-    def _check(self) -> None:
-        if self._lost is not None:
-            raise SandboxLostError(f"sandbox {self.id}: {self._lost[0]}", kind=self._lost[1])
-
-    def _fail(self, message: str, kind: str) -> NoReturn:
-        """Nothing more can be trusted: say why, now and from now on."""
-        late = time.time() >= self._spec.deadline_at_s
-        self._lost = self._lost or ((f"its deadline has passed ({message})", "deadline") if late else (message, kind))
-        self._check()
-        raise AssertionError("unreachable")
-
-
-class _Refused(Exception):
-    """The sandbox is fine, and says no."""
 
 
 class _Broken(Exception):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import re
+import sys
 from typing import Any
 
 from farm.errors import UsageError
 
 
-def sdk(name: str, *, oldest: tuple[int, int], below: int) -> Any:
+def sdk(name: str, *, oldest: tuple[int, int], below: int, least_python: tuple[int, int] = (3, 11)) -> Any:
     """The module ``name``, which the extra of that name installs, at least at version ``oldest`` and below the major
     version ``below``. Raises ``UsageError``."""
     advice = f"run `pip install 'rollout-farm[{name}]'`"
@@ -18,6 +19,8 @@ def sdk(name: str, *, oldest: tuple[int, int], below: int) -> Any:
         module = importlib.import_module(name)
         version = importlib.metadata.version(name)
     except (ImportError, importlib.metadata.PackageNotFoundError):
+        if sys.version_info < least_python:
+            advice = f"it needs Python {'.'.join(map(str, least_python))}: run the farm by that, and {advice}"
         raise UsageError(f"sandbox {name!r}: the package {name} is not installed; {advice}") from None
     found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if not oldest <= found < (below,):

@@ -52,7 +52,7 @@ class ServedSandbox:
             timeout_s=timeout_s,
             output_bytes=self._spec.output_bytes,
             cwd=cwd or self._spec.workdir,
-            env=env or {},
+            env={**self._spec.machine.env, **(env or {})},
         )
         if b"\0" in text:
             return refused("the command holds a null byte")

@@ -125,6 +125,8 @@ def results_path(spec: str) -> Path:
     suite, _, rest = spec.partition(":")
     if suite == "made":
         return Path(rest.partition(":")[0]) / "qualification.jsonl"
+    if suite == "harbor":
+        return Path(rest) / "qualification.jsonl"
     return Path(f"{rest}.qualification.jsonl") if suite == "swebench" else DATASETS / suite / "qualification.jsonl"
 
 

@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from farm.errors import FarmError
+from farm.harbor.folder import unchanged
 from farm.suites import sdist
-from farm.types import ImageFiles, InlineFiles, SdistFiles, Task
+from farm.types import FolderFiles, ImageFiles, InlineFiles, SdistFiles, Task
 
 _COMMIT, _TREE, _BLOB = 1, 2, 3  # object types as packs number them
 _NAMES = {_COMMIT: b"commit", _TREE: b"tree", _BLOB: b"blob"}
@@ -69,6 +70,10 @@ def workspace_files(task: Task) -> dict[str, bytes]:
             commit, made = make_repo(files)
         case SdistFiles() as source:
             commit, made = _sdist_repo(source)
+        case FolderFiles(repository=""):
+            return {}
+        case FolderFiles() as source:
+            commit, made = _folder_repo(source)
     if commit != task.base_commit:
         raise FarmError(
             f"{task.instance_id}: the repository is {commit}, the task says {task.base_commit}",
@@ -81,6 +86,11 @@ def workspace_files(task: Task) -> dict[str, bytes]:
 @lru_cache(maxsize=16)
 def _sdist_repo(source: SdistFiles) -> tuple[str, dict[str, bytes]]:
     return make_repo(sdist.work_tree(source))
+
+
+@lru_cache(maxsize=16)
+def _folder_repo(source: FolderFiles) -> tuple[str, dict[str, bytes]]:
+    return make_repo(unchanged(source.folder, source.digest).files(source.repository))
 
 
 def _put(objects: dict[bytes, tuple[int, bytes]], kind: int, body: bytes) -> bytes:

@@ -43,7 +43,9 @@ def swebench_tasks(source: str) -> list[Task]:
     """The tasks of ``source``: a ``.parquet`` or ``.jsonl`` file, or ``OWNER/SET[@REVISION][:SPLIT]`` of the Hugging
     Face Hub (default split: test). Raises UsageError, naming the row, before anything is done with any of them."""
     read = read_rows(source)
-    tasks = [_task(row, read.dataset, where=f"{read.where}, row {number}") for number, row in enumerate(read.rows, 1)]
+    tasks = [
+        row_task(row, read.dataset, where=f"{read.where}, row {number}") for number, row in enumerate(read.rows, 1)
+    ]
     if not tasks:
         raise UsageError(f"--tasks swebench:{source}: the file holds no rows")
     seen: set[str] = set()
@@ -144,7 +146,8 @@ def _from_hub(repo: str, revision: str | None, split: str) -> Rows:
     return Rows(dataset=f"{where}@{(info.sha or '')[:12]}", rows=tuple(rows), where=where)
 
 
-def _task(row: Mapping[str, Any], dataset: str, *, where: str) -> Task:
+def row_task(row: Mapping[str, Any], dataset: str, *, where: str) -> Task:
+    """The task of one row. Raises UsageError, beginning with ``where``."""
     missing = [name for name in _COLUMNS if row.get(name) is None]
     if set(missing) & set(_GRADING) and not set(missing) - set(_GRADING):
         raise UsageError(

@@ -18,6 +18,7 @@ from farm import cli
 from farm.errors import SandboxLostError, SandboxStartError, UsageError
 from farm.protocols import Sandbox, SandboxSpec
 from farm.sandbox import e2b as e2b_module
+from farm.sandbox import runner_sandbox
 from farm.sandbox.e2b import E2BProvider, template_name
 
 CREATE, START, KILL = "POST /v2/sandboxes$", "POST /process.Process/Start", "DELETE /sandboxes/"
@@ -191,7 +192,7 @@ def test_a_severed_stream_runs_nothing_twice(double: E2BDouble, tmp_path: Path) 
 def test_no_stream_is_held_for_a_long_command(
     double: E2BDouble, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(e2b_module, "_WAIT_S", 0.3)
+    monkeypatch.setattr(runner_sandbox, "_WAIT_S", 0.3)
 
     async def body(sandbox: Sandbox) -> None:
         assert (await sandbox.exec("sleep 2; echo done", timeout_s=20)).output == "done\n"

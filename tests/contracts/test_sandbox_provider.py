@@ -2,6 +2,7 @@
 
 Docker and E2B need more than a plain installation has; `make test-sandboxes` names them in ROLLOUT_FARM_BACK_ENDS and
 runs this suite on them: against a real Docker engine, and through the real SDK against a local server that speaks E2B.
+Harbor needs Python 3.12; `make test-harbor` runs it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from farm.protocols import ExecResult, Sandbox, SandboxProvider, SandboxSpec
 from farm.sandbox import PROVIDERS, make_provider
 from farm.sandbox.fake import FakeProvider, result
 
-ELSEWHERE = {"docker", "e2b"}
+ELSEWHERE = {"docker", "e2b", "harbor"}
 REAL = ["bubblewrap", *filter(None, os.environ.get("ROLLOUT_FARM_BACK_ENDS", "").split(","))]
 
 
@@ -50,6 +51,8 @@ def started(name: str) -> Iterator[SandboxProvider]:
             from e2b_service import local_account
 
             options = stack.enter_context(local_account())
+        elif name == "harbor":  # a Harbor environment that runs anywhere: the farm's own
+            options = {"environment": "farm.harbor.environment:FarmEnvironment", "kwargs": {"sandbox": "bubblewrap"}}
         else:
             options = {}
         provider = make_provider(name, **options)
@@ -86,7 +89,7 @@ def test_every_provider_is_tested() -> None:
 
 
 def test_an_unknown_provider_is_bad_input() -> None:
-    with pytest.raises(UsageError, match="bubblewrap, docker, e2b, fake"):
+    with pytest.raises(UsageError, match="bubblewrap, docker, e2b, fake, harbor"):
         make_provider("podman")
     with pytest.raises(UsageError, match="colour"):
         make_provider("fake", colour="red")
@@ -296,7 +299,7 @@ def test_many_at_once(real: SandboxProvider) -> None:
         async with real.open(spec()) as sandbox:
             return (await sandbox.exec(f"echo {n}", timeout_s=30)).output
 
-    many = 24 if real.name == "docker" else 96  # a daemon starts a few a second
+    many = 24 if real.name in ("docker", "harbor") else 96  # these start a few a second
 
     async def run() -> list[str]:
         return await asyncio.gather(*(one(n) for n in range(many)))

@@ -21,6 +21,7 @@ _PROGRAMS = (
     "bash",
     "perl",
     "cat",
+    "chmod",
     "ls",
     "sleep",
     "setsid",

@@ -99,7 +99,9 @@ def test_unknown_back_ends(tmp_path: Path) -> None:
     run = tmp_path / "run"
     tasks = ("--tasks", "micro:benchmark")
     assert "bash, external, null, oracle" in rollout(run, *tasks, "--agent", "human")
-    assert "bubblewrap, docker, e2b, fake" in rollout(run, *tasks, "--agent", "null", "--set", "sandbox.provider=vm")
+    assert "bubblewrap, docker, e2b, fake, harbor" in rollout(
+        run, *tasks, "--agent", "null", "--set", "sandbox.provider=vm"
+    )
     assert "'embedded', 'launch' or 'sglang'" in rollout(run, *tasks, "--set", "engine.kind=other")
     assert "at least one worker" in rollout(run, *tasks, "--workers", "0")
     assert "chat, micro" in rollout(run, *tasks, "--set", "renderer.name=x", "--policy", str(policy(tmp_path / "p")))
