@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -15,15 +15,17 @@ from farm.engine.embedded.weight_group import WeightGroupError, WeightGroups
 
 
 class PushEngine:
-    """``tensors``: what has come since the last begin, ``calls``: the paths asked for, in order."""
+    """``tensors``: what has come since the last begin, ``calls``: the paths asked for, in order. ``on_end`` gets the
+    version and the tensors of each push that ends."""
 
-    def __init__(self, *, hang_at: str = "") -> None:
+    def __init__(self, *, hang_at: str = "", on_end: Callable[[str, dict[str, Tensor]], None] | None = None) -> None:
         self.url = ""
         self.version = "step-000000"
         self.tensors: dict[str, Tensor] = {}
         self.calls: list[str] = []
         self.released = threading.Event()
         self._hang_at = hang_at
+        self._on_end = on_end
         self._groups = WeightGroups()
 
     def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -41,15 +43,19 @@ class PushEngine:
             case "/update_weights_from_distributed":
                 self.tensors |= self._groups.receive(body)
                 self.version = body.get("weight_version") or self.version
+            case "/end_weight_update" if self._on_end is not None:
+                self._on_end(self.version, self.tensors)
             case "/update_weight_version":
                 self.version = body["new_version"]
         return {"success": True, "weight_version": self.version, "tp_size": 1}
 
 
 @contextmanager
-def push_engine(*, hang_at: str = "") -> Iterator[PushEngine]:
+def push_engine(
+    *, hang_at: str = "", on_end: Callable[[str, dict[str, Tensor]], None] | None = None
+) -> Iterator[PushEngine]:
     """One that answers for as long as this lasts."""
-    engine = PushEngine(hang_at=hang_at)
+    engine = PushEngine(hang_at=hang_at, on_end=on_end)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

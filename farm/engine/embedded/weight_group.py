@@ -73,7 +73,7 @@ class WeightGroups:
         except (ValueError, TypeError, AttributeError, RuntimeError) as error:
             raise WeightGroupError(f"Failed to update parameter online: {_first_line(error)}.") from None
         expected = body.get("checksum")
-        if expected is not None and (found := _checksum(tensors.values())) != expected:
+        if expected is not None and (found := checksum(tensors.values())) != expected:
             raise WeightGroupError(f"Failed to update parameter online: checksum {found}, sent was {expected}.")
         return tensors
 
@@ -84,7 +84,7 @@ class WeightGroups:
             raise WeightGroupError("The group to be destroyed does not exist.")
 
 
-def _checksum(tensors: Iterable[torch.Tensor]) -> str:
+def checksum(tensors: Iterable[torch.Tensor]) -> str:
     """As ``trainer.megatron.buckets.checksum`` has it: over all 32-bit words ``w``, the sum of
     ``(w + 1) * odd(position)`` modulo 2^64."""
     words = []
