@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from farm.engine.launch import CommandOptions, EngineProcess, free_port, launch_
 
 # Set by ci/sglang.sh; without it nothing that needs a real server is collected.
 PYTHON = os.environ.get("SGLANG_PYTHON", "")
+CONTEXT = 1024
 SHAPE = BenchShape(vocab=571, hidden=64, layers=2, heads=4, kv_heads=2, head_dim=32, intermediate=128)
 
 _SHIM = Path(__file__).parent / "sglang_shim"
@@ -37,6 +38,12 @@ def command(*more: str) -> tuple[str, ...]:
     return (*(part.format(python=PYTHON) for part in _COMMAND), *more)
 
 
+def unfit_command(*more: str) -> tuple[str, ...]:
+    """Of one that was started without what a farm needs: it counts nothing, and its log-probs are tempered."""
+    environment, *rest = (part for part in command(*more) if part != "--enable-metrics")
+    return (environment, "-u", "SGLANG_RETURN_ORIGINAL_LOGPROB", *rest)
+
+
 def write_model(folder: Path, *, seed: int, shape: BenchShape = SHAPE) -> str:
     """A random Qwen3 with the micro policy's tokenizer, which SGLang wants."""
     write_random_model(folder, replace(shape, vocab=571), seed=seed)
@@ -52,14 +59,16 @@ def real_server(
     model: str,
     folder: Path,
     *more: str,
+    how: Callable[..., tuple[str, ...]] = command,
     max_total_tokens: int = 4096,
-    context_length: int = 1024,
+    context_length: int = CONTEXT,
     max_running_requests: int = 8,
     version: str = "default",
 ) -> Iterator[EngineProcess]:
-    """One ``sglang.launch_server``, ended on exit with all its processes. ``more``: further options of its own."""
+    """One ``sglang.launch_server``, ended on exit with all its processes. ``more``: further options of its own;
+    ``how`` makes the command of them."""
     options = CommandOptions(
-        command=command(*more),
+        command=how(*more),
         model=model,
         version=version,
         port=free_port(),
