@@ -22,7 +22,14 @@ Forward = Callable[[Sequence[int]], "np.ndarray[tuple[int, int], np.dtype[np.flo
 
 
 def _save(folder: Path, kind: str, seed: int) -> None:
-    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
 
     common = {
         "vocab_size": VOCAB,
@@ -50,6 +57,8 @@ def _save(folder: Path, kind: str, seed: int) -> None:
                 tie_word_embeddings=False,
             )
         )
+    elif kind == "llama":
+        model = LlamaForCausalLM(LlamaConfig(**common, tie_word_embeddings=True))
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**common, tie_word_embeddings=kind == "tied", rope_theta=50_000.0))
     with torch.no_grad():
@@ -60,7 +69,7 @@ def _save(folder: Path, kind: str, seed: int) -> None:
     model.save_pretrained(folder, **shards)
 
 
-@pytest.fixture(scope="module", params=["tied", "untied", "moe"])
+@pytest.fixture(scope="module", params=["tied", "untied", "moe", "llama"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp(request.param)
     _save(path, request.param, seed=3)

@@ -19,12 +19,12 @@ PYTHON = os.environ.get("SGLANG_PYTHON", "")
 CONTEXT = 1024
 SHAPE = BenchShape(vocab=571, hidden=64, layers=2, heads=4, kv_heads=2, head_dim=32, intermediate=128)
 
-_SHIM = Path(__file__).parent / "sglang_shim"
+SHIM = Path(__file__).parent / "sglang_shim"
 _TOKENIZER = Path(__file__).parents[2] / "datasets" / "micro" / "base-policy"
 _START_S = 600.0  # half a minute on an idle machine
 # float32, so that log-probs can be compared; one thread, for two are twenty times slower; and no busy waiting.
 _COMMAND = (
-    "env", f"PYTHONPATH={_SHIM}", "SGLANG_USE_CPU_ENGINE=1", "HF_HUB_OFFLINE=1", "OMP_NUM_THREADS=1",
+    "env", f"PYTHONPATH={SHIM}", "SGLANG_USE_CPU_ENGINE=1", "HF_HUB_OFFLINE=1", "OMP_NUM_THREADS=1",
     "{python}", "-m", "sglang.launch_server", "--model-path", "{{model}}", "--weight-version", "{{version}}",
     "--host", "{{host}}", "--port", "{{port}}", "--device", "cpu", "--dtype", "float32",
     "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--context-length", "{{context_length}}",

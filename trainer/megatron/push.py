@@ -168,7 +168,7 @@ class _Push:
     def _beside(self, asked: list[Future[dict[str, Any]]], action: Callable[[], None]) -> None:
         """Run ``action`` until it and all requests have ended. The first that fails is raised, and the others are left
         to their own time-outs."""
-        mine = self._threads.submit(action)
+        mine: Future[Any] = self._threads.submit(action)
         done, pending = wait([mine, *asked], timeout=self._left_s(), return_when=FIRST_EXCEPTION)
         refused = [future for future in asked if future in done and future.exception() is not None]
         for future in [*refused, mine] if mine in done else refused:

@@ -33,6 +33,7 @@ _NOT_FLUSHED = (
 _SESSION_OPEN = "a weight-update session is already open; call end_weight_update() first"
 _NO_SESSION = "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
 _NO_SESSION_TO_END = "no weight-update session is open; call begin_weight_update() first"
+_MODEL_TYPES = {"Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe", "LlamaForCausalLM": "llama"}
 _TURNS_BETWEEN_STEPS = 3  # socket readable -> parsed -> handler runs -> request queued
 
 
@@ -356,7 +357,7 @@ class EngineServer:
         return web.Response(status=503 if self._scheduler.paused else 200)
 
     async def _model_info(self, http: web.BaseRequest) -> web.Response:
-        model_type = "qwen3_moe" if self._config.experts else "qwen3"
+        model_type = _MODEL_TYPES[self._config.architecture]
         return _json(
             {
                 "model_path": self._model_path,
