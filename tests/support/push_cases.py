@@ -183,7 +183,7 @@ def buckets():
         if number == 3:  # with one bucket made ahead, one was sent
             os.kill(os.getpid(), signal.SIGKILL)
         yield bucket
-push([url], buckets(), version=name, rules=RULES)
+push([url], buckets(), version=name, rules=PushRules())
 """
 
 

@@ -13,14 +13,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import real_sglang
-
 _KEPT = Path(__file__).parents[2] / "build" / "smollm2-135m-instruct"
 _CONVERT_S = 900.0
 
 
 def folder() -> Path:
     """The model folder, converted if it was not yet."""
+    import real_sglang  # not at the top: the Python that converts has no farm
+
     if not (_KEPT / "config.json").exists():
         temporary = _KEPT.with_name(f".{_KEPT.name}.{os.getpid()}")
         environment = os.environ | {"PYTHONPATH": str(real_sglang.SHIM), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
