@@ -1,5 +1,5 @@
-"""Read ``config.json`` of a Hugging Face Qwen3, Qwen3-MoE or Llama folder. Torch is not needed for it, so a wrong folder is
-told at once.
+"""Read ``config.json`` of a Hugging Face Qwen3, Qwen3-MoE or Llama folder. Torch is not needed for it, so a wrong
+folder is told at once.
 
 Transformers is not imported: it would double the server's start-up time. Whatever this server could not compute exactly
 (another architecture, scaled rope, sliding windows, biases) is refused here, by name, before anything starts.
