@@ -301,11 +301,14 @@ def engines_replace(run_path: Path, name: str, wait_s: float) -> None:
 @one_line_errors
 def engines_add(run_path: Path, url: str, pool: str, wait_s: float) -> None:
     """Take in the SGLang server at URL. It is loaded with the newest policy and verified before it gets an episode."""
+    from farm.config import parse_config
     from farm.preflight import check_engine
 
     run, _ = _status(run_path)
     url = url.rstrip("/")
-    check_engine(url, where="farm engines add")
+    config = parse_config(run.config(), where=str(run.path))
+    settings = config.engine.named_pools.get(pool, config.engine)
+    check_engine(url, where="farm engines add", config=config, pool=settings)
     _order(run, lambda orders: orders.add(url, pool))
     _await(run, url, lambda engine: engine is not None and engine["state"] == "up", wait_s)
 

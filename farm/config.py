@@ -215,9 +215,8 @@ class EngineConfig(EnginePoolConfig):
 
     ``overcommit``: admission lets episodes reserve this many times an engine's KV budget, since few use their whole
     context cap at once. ``weights``: how new policies get into the engines; "disk": each loads the published folder;
-    "push": something that calls :mod:`trainer.megatron.push` sends them over a process group (``trainer train`` does
-    not), and an engine that has none within ``push_wait_s`` seconds loads the folder. A circuit breaker takes an engine
-    out, see :mod:`farm.circuit`."""
+    "push": ``trainer train`` sends them over a process group, and an engine that has none within ``push_wait_s``
+    seconds loads the folder. A circuit breaker takes an engine out, see :mod:`farm.circuit`."""
 
     overcommit: float = Field(default=1.0, gt=0, le=100)
     weights: Literal["disk", "push"] = "disk"

@@ -41,7 +41,7 @@ from farm.circuit import (
 )
 from farm.errors import EngineError
 from farm.protocols import Engine, EngineInfo, EngineLoad
-from farm.types import PUSH_GIVEN_UP, PolicyVersion, version_step
+from farm.types import PUSH_GIVEN_UP, PUSH_UNDER_WAY, PolicyVersion, version_step
 
 _CANCEL_AGAIN_S = 1.0
 _COOL_DOWN_POLLS = 2.0
@@ -108,14 +108,16 @@ def serves(info: EngineInfo, wanted: PolicyVersion) -> bool:
     return loaded or info.version == wanted.pushed_name
 
 
-def next_move(info: EngineInfo, wanted: PolicyVersion | None, *, push_s: float = 0.0) -> Move:
+def next_move(info: EngineInfo, wanted: PolicyVersion | None, *, push_s: float = 0.0, pushed: bool = False) -> Move:
     """Decide from what the engine says of itself. With nothing wanted, an engine serves what it claims, if that is a
-    policy. ``push_s``: for how much longer the trainer may still push the wanted policy."""
+    policy. ``push_s``: for how much longer the trainer may still push the wanted policy. ``pushed``: an engine has it
+    from a push. All that take part in one are under way before the first has it, so whoever is not came too late."""
     if wanted is None:
         return Move.SERVE if version_step(info.version) is not None else Move.REFUSE
     if serves(info, wanted):
         return Move.SERVE
-    return Move.AWAIT if push_s > 0 and info.version != PUSH_GIVEN_UP else Move.UPDATE
+    missed = info.version == PUSH_GIVEN_UP or (pushed and info.version != PUSH_UNDER_WAY)
+    return Move.AWAIT if push_s > 0 and not missed else Move.UPDATE
 
 
 class EnginePool:
@@ -150,6 +152,7 @@ class EnginePool:
         self._awaiting: set[str] = set()  # a push of the trainer's
         self._wanted: PolicyVersion | None = None
         self._wanted_since_s = 0.0
+        self._pushed = False  # the wanted policy was, to an engine at least
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._wakes: dict[str, asyncio.Event] = {}
         self._membership = asyncio.Event()
@@ -214,6 +217,7 @@ class EnginePool:
         # The first policy is there already when the engines come up: nobody pushes it.
         self._wanted_since_s = _clock() if self._wanted is not None else -self._push_wait_s
         self._wanted = version
+        self._pushed = False
         for wake in self._wakes.values():
             wake.set()
 
@@ -332,7 +336,8 @@ class EnginePool:
                 await self._resume(engine)
             info = await engine.info()
             self._awaiting.discard(engine.url)
-            match next_move(info, wanted, push_s=self._wanted_since_s + self._push_wait_s - _clock()):
+            push_s = self._wanted_since_s + self._push_wait_s - _clock()
+            match next_move(info, wanted, push_s=push_s, pushed=self._pushed and wanted is self._wanted):
                 case Move.UPDATE:
                     assert wanted is not None
                     info = await self._update(engine, wanted)
@@ -416,6 +421,8 @@ class EnginePool:
             self._emit(PoolEvent(kind="up", url=url, at_s=seen_at_s, step=step))
         elif wanted is not None and state.step != step and state.health is not Health.UPDATING:
             self._live(url, wanted)  # the trainer pushed it
+        if wanted is not None and wanted is self._wanted and info.version == wanted.pushed_name:
+            self._pushed = True
         self._set(
             url, health=Health.UP, step=step, info=info, load=load, circuit=circuit, seen_at_s=seen_at_s, error=""
         )

@@ -9,15 +9,14 @@ import asyncio
 import json
 import shutil
 import socket
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from farm.agent import make_agent
-from farm.config import EngineConfig, FarmConfig
+from farm.config import EnginePoolConfig, FarmConfig
+from farm.engine.fitness import check_server
 from farm.engine.launch import share_out_gpus, visible_gpus
 from farm.errors import UsageError
 from farm.grader import make_grader
@@ -65,7 +64,7 @@ def prepare(config: FarmConfig) -> Prepared:
             raise UsageError(
                 f"renderer.name {config.renderer.name!r} takes no messages, agent 'external' sends them: use chat"
             )
-        _check_engines(config.engine)
+        _check_engines(config)
     _check_port(config.cluster.port)
     _check_scheduler(config.cluster.address)
     tasks = load_tasks(config.rollout.tasks, limit=config.rollout.limit)
@@ -182,11 +181,11 @@ def _check_safetensors(path: Path, advice: str) -> None:
         raise UsageError(f"policy {path}: not a whole safetensors file ({error}); {advice}") from None
 
 
-def _check_engines(config: EngineConfig) -> None:
-    pools = config.named_pools.values()
+def _check_engines(config: FarmConfig) -> None:
+    pools = config.engine.named_pools.values()
     for pool in pools:
         for url in pool.urls:
-            check_engine(url, where="engine.urls")
+            check_engine(url, where="engine.urls", config=config, pool=pool)
         if pool.kind == "launch" and shutil.which(pool.command[0]) is None:
             raise UsageError(
                 f"engine.command: {pool.command[0]!r} is not a program here; install SGLang (pip install sglang) and "
@@ -195,17 +194,14 @@ def _check_engines(config: EngineConfig) -> None:
     share_out_gpus(visible_gpus(), [p.gpus_per_engine for p in pools if p.kind == "launch" for _ in range(p.count)])
 
 
-def check_engine(url: str, *, where: str) -> None:
-    """Something answers at ``url`` as SGLang would. ``where`` the address was given."""
-    if not url.startswith(("http://", "https://")):
-        raise UsageError(f"{where}: {url!r} must start with http:// or https://, for example http://127.0.0.1:30000")
-    try:
-        with urllib.request.urlopen(url.rstrip("/") + "/model_info", timeout=_PROBE_S) as answer:
-            json.loads(answer.read())
-    except (OSError, ValueError, urllib.error.URLError) as error:
-        raise UsageError(
-            f"{where}: {url}: no SGLang server answers there ({error}); start it, or correct the address"
-        ) from None
+def check_engine(url: str, *, where: str, config: FarmConfig, pool: EnginePoolConfig) -> None:
+    """What answers at ``url`` is an SGLang server that is fit for ``pool``. ``where`` the address was given."""
+    check_server(
+        url,
+        where=where,
+        prompt_tokens=min(config.limits.max_context_tokens, pool.context_length) - 1,
+        sampling=config.rollout.sampling,
+    )
 
 
 def _check_port(port: int) -> None:

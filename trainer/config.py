@@ -15,11 +15,14 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from farm.errors import UsageError
+from trainer.buckets import DEFAULT_BUCKET_BYTES
 from trainer.group import BatchRules
 from trainer.layout import Layout, check_ranks
 
 PROFILES = Path(__file__).parent / "profiles"
 """Shipped configurations; ``--config NAME`` finds one here when there is no file of that name."""
+
+_PUSH_SHARE = 0.8
 
 
 class ParallelConfig(BaseModel):
@@ -52,6 +55,19 @@ class ParallelConfig(BaseModel):
 ONE_RANK = ParallelConfig()
 
 
+class PushConfig(BaseModel):
+    """How weights get to the engines where the farm's configuration says that they are pushed (``engine.weights``).
+
+    ``address``: this machine's, as the engines reach it; empty: that of the route to them. ``backend``: "nccl" between
+    GPUs. ``bucket_bytes``: how much goes with one request; the trainer holds two buckets."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    address: str = ""
+    backend: Literal["gloo", "nccl"] = "gloo"
+    bucket_bytes: int = Field(default=DEFAULT_BUCKET_BYTES, ge=1)
+
+
 class TrainerConfig(BaseModel):
     """Adam at a constant rate after a linear warm-up, no weight decay, no KL term.
 
@@ -73,10 +89,14 @@ class TrainerConfig(BaseModel):
     save_timeout_s: float = Field(default=60.0, gt=0)
     seed: int = Field(default=0, ge=0)
     parallel: ParallelConfig = ONE_RANK
+    push: PushConfig = PushConfig()
 
     def learning_rate(self, step: int) -> float:
         """For the step that starts from policy ``step`` (from 0)."""
         return self.lr * min(1.0, (step + 1) / (self.warmup_steps + 1))
+
+
+_TABLES: Mapping[Any, type[BaseModel]] = {"parallel": ParallelConfig, "push": PushConfig}
 
 
 def load_config(path: Path | None = None, *, sets: Sequence[str] = ()) -> TrainerConfig:
@@ -130,6 +150,13 @@ def batch_rules(run_config: Mapping[str, Any], *, where: str) -> BatchRules:
     return rules
 
 
+def push_time(run_config: Mapping[str, Any]) -> float | None:
+    """How many seconds a push of weights to the run's engines may take; None when they load policies from disk. It must
+    have ended, whatever became of it, when the farm stops waiting for it."""
+    engine = run_config.get("engine", {})
+    return _PUSH_SHARE * float(engine["push_wait_s"]) if engine.get("weights") == "push" else None
+
+
 def _profile(path: Path) -> Path:
     shipped = PROFILES / f"{path.name}.toml"
     return shipped if not path.exists() and path.name == str(path) and shipped.exists() else path
@@ -159,8 +186,7 @@ def _explain(error: ValidationError, where: str) -> str:
     first = error.errors(include_url=False)[0]
     name = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        fields = ParallelConfig.model_fields if len(first["loc"]) > 1 else TrainerConfig.model_fields
-        allowed = sorted(fields)
+        allowed = sorted((_TABLES[first["loc"][0]] if len(first["loc"]) > 1 else TrainerConfig).model_fields)
         near = difflib.get_close_matches(str(first["loc"][-1]), allowed, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         return f"{where}: {name}: unknown key; {hint}allowed: {', '.join(allowed)}"

@@ -6,7 +6,8 @@ configuration and the log's order. For each step, in this order:
 1. train in memory           — killed here: the last checkpoint is resumed and the step done again, to the same bytes;
 2. checkpoint (by rename)    — killed after it: the resumed trainer publishes what the checkpoint holds, then goes on;
 3. publish (by rename)       — killed after it: the resumed trainer publishes the same bytes again, which is a no-op;
-4. append the metrics line   — the checkpoint holds the line as well and puts it back.
+4. push, where the run says so: send the weights to the farm's engines; what does not get there they load from disk;
+5. append the metrics line   — the checkpoint holds the line as well and puts it back.
 
 The checkpoint comes first, so the farm never sees a policy that the trainer could not continue from. With
 ``checkpoint_every`` above 1 a resumed trainer repeats steps that are published already: the log's order makes them
@@ -15,6 +16,7 @@ come out equal, and should they not (another machine, another torch), the policy
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -24,20 +26,23 @@ from typing import Any
 
 from farm.durable import REAL_DISK, Disk, FolderLock, write_json
 from farm.errors import UsageError
+from farm.farm_state import read_status
 from farm.policy_log import PolicyLog
 from farm.run_folder import RunFolder
 from farm.trajectory_log import DirectoryLog
 from farm.types import Cursor, PolicyVersion
-from trainer.config import ONE_RANK, TrainerConfig, batch_rules
+from trainer.config import ONE_RANK, TrainerConfig, batch_rules, push_time
 from trainer.group import Batch
 from trainer.guard import within
+from trainer.megatron.push import PushRules, push
+from trainer.megatron.push_group import PushError
 from trainer.megatron.ranks import Line
 from trainer.metrics import MetricsFile
 from trainer.start import first_policy
 from trainer.steps import Steps
 from trainer.tail import follow
 
-_FREE_TO_CHANGE = {"checkpoint_every", "keep_checkpoints", "keep_policies", "save_timeout_s", "parallel"}
+_FREE_TO_CHANGE = {"checkpoint_every", "keep_checkpoints", "keep_policies", "save_timeout_s", "parallel", "push"}
 
 
 class Trainer:
@@ -66,7 +71,14 @@ class Trainer:
         self._disk = disk
         self._line = line
         self._failed = False
-        self._rules = batch_rules(run.config(), where=str(run.path / "config.json"))
+        where = str(run.path / "config.json")
+        self._rules = batch_rules(run.config(), where=where)
+        self._push_s = push_time(run.config())
+        if self._push_s is not None and line is not None and self._push_s >= config.parallel.timeout_s:
+            raise UsageError(
+                f"{where}: a push of weights may take {self._push_s:g} s (0.8 of engine.push_wait_s), and a rank waits "
+                f"for {config.parallel.timeout_s:g} s only; set parallel.timeout_s to more"
+            )
         run.trainer.mkdir(exist_ok=True)
         self._lock = FolderLock(run.trainer / "trainer.lock", "trainer")
         self._lock.acquire()
@@ -155,8 +167,10 @@ class Trainer:
             self._save(line)
         line["checkpoint_s"] = time.monotonic() - started
         started = time.monotonic()
-        self._publish(batch.consumed_groups)
+        version = self._publish(batch.consumed_groups)
         line |= {"publish_s": time.monotonic() - started, "ended_at_s": time.time()}
+        if self._push_s is not None:
+            line |= self._push(version, self._push_s)
         self._metrics.append(line)
         return line
 
@@ -179,16 +193,38 @@ class Trainer:
         )
         self._saved_step = self.step
 
-    def _publish(self, consumed_groups: int) -> None:
-        def publish() -> None:
-            self._policies.publish(
+    def _publish(self, consumed_groups: int) -> PolicyVersion:
+        def publish() -> PolicyVersion:
+            version = self._policies.publish(
                 self.step,
                 lambda folder: self._steps.learner.write(folder, source=self._source),
                 consumed_groups=consumed_groups,
             )
             self._policies.prune(keep=self._config.keep_policies)
+            return version
 
-        within(self._config.save_timeout_s, f"publishing policy {self.step}", publish)
+        return within(self._config.save_timeout_s, f"publishing policy {self.step}", publish)
+
+    def _push(self, version: PolicyVersion, timeout_s: float) -> dict[str, Any]:
+        """Send what was just published to the farm's engines; how it went, for the metrics. Nothing depends on it."""
+        config = self._config.push
+        rules = PushRules(address=config.address, backend=config.backend, timeout_s=timeout_s)
+        started = time.monotonic()
+        buckets = self._steps.learner.outgoing(max_bytes=config.bucket_bytes)
+        try:
+            with contextlib.closing(buckets):
+                pushed = push(_engines(self._run), buckets, version=version.pushed_name, rules=rules)
+        except (PushError, UsageError) as error:
+            return {"push_s": None, "push_paused_s": None, "push_error": str(error)[:500]}
+        left_out = "; ".join(pushed.left_out.values())
+        seconds = time.monotonic() - started
+        return {"push_s": seconds, "push_paused_s": pushed.paused_s, "push_error": left_out[:500] or None}
+
+
+def _engines(run: RunFolder) -> list[str]:
+    """Those of the run's farm that are to serve the newest policy, as it last said. Raises ``UsageError``."""
+    status = read_status(run)
+    return [] if status is None else [str(e["url"]) for e in status["engines"] if e["state"] in ("up", "updating")]
 
 
 def _pin_config(place: Path, config: TrainerConfig) -> None:

@@ -20,9 +20,11 @@ from typing import Any
 import numpy as np
 import pytest
 from makers import row
-from safetensors.numpy import save_file
+from push_engine import push_engine
+from safetensors.numpy import load_file, save_file
 
 from farm.config import load_config, to_json
+from farm.farm_state import write_status
 from farm.policy_log import PolicyLog
 from farm.run_folder import RunFolder
 from farm.trajectory_log import DirectoryLog
@@ -57,9 +59,15 @@ def trajectory(number: int, chance: random.Random) -> Trajectory:
     return replace(one, turns=(turn,))
 
 
-def make_run(path: Path) -> RunFolder:
-    """A run with the groups of STEPS steps, and its first policy."""
-    sets = ["rollout.group_size=4", "rollout.groups_per_step=2", "rollout.min_attempts=4", "rollout.max_staleness=9"]
+def make_run(path: Path, *more: str) -> RunFolder:
+    """A run with the groups of STEPS steps, and its first policy. ``more``: settings of the farm's."""
+    sets = [
+        *more,
+        "rollout.group_size=4",
+        "rollout.groups_per_step=2",
+        "rollout.min_attempts=4",
+        "rollout.max_staleness=9",
+    ]
     run = RunFolder.create(path, to_json(load_config(sets=sets)))
     chance = random.Random(3)
     with DirectoryLog(run.trajectories) as log:
@@ -162,3 +170,20 @@ def test_a_killed_rank_ends_all_and_the_resumed_run_is_bit_equal(tmp_path: Path)
     assert finish(start(killed))[0] == 0
     assert state(killed) == expected
     assert not list(killed.checkpoints.glob("*.tmp"))
+
+
+@pytest.mark.timeout(240)
+def test_two_ranks_push_what_they_publish(tmp_path: Path) -> None:
+    """As a person starts it: tensor parallel, so that nobody has the whole weights before they are sent."""
+    run = make_run(tmp_path / "run", "engine.weights=push")
+    with push_engine() as engine:
+        write_status(run, {"state": "running", "engines": [{"url": engine.url, "state": "up"}]})
+        code, errors = finish(start(run, steps=2))
+    assert code == 0, errors
+    latest = PolicyLog(run.policies).latest()
+    assert latest is not None
+    assert (latest.step, engine.version) == (2, latest.pushed_name)
+    published = load_file(Path(latest.path) / "model.safetensors")
+    assert engine.tensors.keys() == published.keys()
+    assert all(np.array_equal(engine.tensors[name].numpy(), published[name]) for name in published)
+    assert [line["push_error"] for line in read_metrics(run.metrics)] == [None, None]

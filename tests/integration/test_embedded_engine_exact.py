@@ -22,7 +22,14 @@ Forward = Callable[[Sequence[int]], "np.ndarray[tuple[int, int], np.dtype[np.flo
 
 
 def _save(folder: Path, kind: str, seed: int) -> None:
-    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
 
     common = {
         "vocab_size": VOCAB,
@@ -50,6 +57,8 @@ def _save(folder: Path, kind: str, seed: int) -> None:
                 tie_word_embeddings=False,
             )
         )
+    elif kind == "llama":
+        model = LlamaForCausalLM(LlamaConfig(**common, tie_word_embeddings=True))
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**common, tie_word_embeddings=kind == "tied", rope_theta=50_000.0))
     with torch.no_grad():
@@ -60,7 +69,7 @@ def _save(folder: Path, kind: str, seed: int) -> None:
     model.save_pretrained(folder, **shards)
 
 
-@pytest.fixture(scope="module", params=["tied", "untied", "moe"])
+@pytest.fixture(scope="module", params=["tied", "untied", "moe", "llama"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp(request.param)
     _save(path, request.param, seed=3)
@@ -223,8 +232,7 @@ def test_new_weights_take_effect_between_steps_and_old_kv_is_never_reused(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    kind = {True: "tied", False: "untied"}[read_config(folder).tied] if not read_config(folder).experts else "moe"
-    _save(tmp_path, kind, seed=4)
+    _save(tmp_path, folder.name.rstrip("0123456789"), seed=4)
     other = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
 
     def forward_new(ids: Sequence[int]) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:

@@ -22,6 +22,14 @@ class Http:
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
         self._session = session
+        self.sent = 0  # requests with a body that are on their way whole
+
+    async def arrived(self, count: int) -> None:
+        """Wait until ``count`` more requests with a body have reached the server."""
+        async with asyncio.timeout(30):
+            while self.sent < count:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        await self.get("/model_info")  # it answers in turn
 
     async def post(self, path: str, content: dict[str, Any]) -> tuple[int, Any]:
         async with self._session.post(path, json=content) as response:
@@ -61,7 +69,12 @@ def server(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[En
 
 def run(server: EngineProcess, scenario: Callable[[Http], Awaitable[None]]) -> None:
     async def whole() -> None:
-        async with aiohttp.ClientSession(server.url) as session:
+        async def sent(*_: object) -> None:
+            http.sent += 1
+
+        trace = aiohttp.TraceConfig()
+        trace.on_request_chunk_sent.append(sent)
+        async with aiohttp.ClientSession(server.url, trace_configs=[trace]) as session:
             http = Http(session)
             await http.post("/continue_generation", {})
             await http.post("/update_weight_version", {"new_version": "default"})
@@ -171,21 +184,41 @@ def test_bad_requests_are_told_apart(server: EngineProcess, bad: dict[str, Any],
     run(server, scenario)
 
 
-def test_a_full_queue_a_duplicate_and_abort_all(server: EngineProcess) -> None:
+def test_what_comes_during_a_pause_waits_before_the_scheduler(server: EngineProcess) -> None:
+    """As in SGLang: no count shows it, no abort reaches it, and only after the pause does it meet the queue's limit."""
+
     async def scenario(http: Http) -> None:
         await http.post("/pause_generation", {"mode": "in_place"})
-        requests = [asyncio.create_task(http.post("/generate", body(4, rid=f"r{n}"))) for n in range(3)]
-        await http.until("num_waiting_reqs", 3)
-        assert (await http.get("/health"))[0] == 503
-        status, answer = await http.post("/generate", body(4, rid="r9"))
-        assert (status, answer["message"], answer["code"]) == (503, "The request queue is full.", 503)
+        before = http.sent
+        names = [f"r{n}" for n in range(5)]
+        requests = [asyncio.create_task(http.post("/generate", body(4, rid=name))) for name in names]
+        await http.arrived(before + len(names))
         status, answer = await http.post("/generate", body(4, rid="r1"))
         assert (status, answer["error"]["message"]) == (400, "Duplicate request ID detected: r1")
+        load = (await http.get("/v1/loads"))[1]["loads"][0]
+        assert (load["num_running_reqs"], load["num_waiting_reqs"]) == (0, 0)
+        assert (await http.get("/health"))[0] == 503
         assert (await http.post("/abort_request", {"abort_all": True}))[0] == 200
-        for status, answer in await asyncio.gather(*requests):
-            assert status == 200
-            assert answer["meta_info"]["finish_reason"] == {"type": "abort", "message": "Abort in waiting queue"}
-            assert answer["output_ids"] == []
+        assert not any(request.done() for request in requests)
+        await http.post("/continue_generation", {})
+        answers = await asyncio.gather(*requests)
+        assert [status for status, _ in answers] == [200, 200, 200, 503, 503]
+        assert (answers[4][1]["message"], answers[4][1]["code"]) == ("The request queue is full.", 503)
+        assert all(answer["meta_info"]["finish_reason"]["type"] == "length" for _, answer in answers[:3])
+
+    run(server, scenario)
+
+
+def test_abort_all_reaches_what_waits_for_room(server: EngineProcess) -> None:
+    async def scenario(http: Http) -> None:
+        requests = [asyncio.create_task(http.post("/generate", body(200, ids=[n, 1], rid=f"r{n}"))) for n in range(2)]
+        await http.until("num_waiting_reqs", 1)
+        await http.post("/pause_generation", {"mode": "in_place"})
+        assert (await http.post("/abort_request", {"abort_all": True}))[0] == 200
+        (_, first), (_, second) = await asyncio.gather(*requests)
+        assert first["meta_info"]["finish_reason"]["type"] == "abort"
+        assert second["meta_info"]["finish_reason"] == {"type": "abort", "message": "Abort in waiting queue"}
+        assert second["output_ids"] == []
 
     run(server, scenario)
 
@@ -320,10 +353,38 @@ def test_reports(server: EngineProcess) -> None:
 
 def test_a_client_that_goes_away_is_not_served_on(server: EngineProcess) -> None:
     async def scenario(http: Http) -> None:
-        await http.post("/pause_generation", {"mode": "in_place"})
         leaving = asyncio.create_task(http.post("/generate", body(200)))
-        await http.until("num_waiting_reqs", 1)
+        await http.until("num_running_reqs", 1)
+        await http.post("/pause_generation", {"mode": "in_place"})
+        before = _total((await http.get("/metrics"))[1], "num_aborted_requests_total")
         leaving.cancel()
-        await http.until("num_waiting_reqs", 0)
+        await http.post("/continue_generation", {})
+        await http.until("num_running_reqs", 0)
+        assert _total((await http.get("/metrics"))[1], "num_aborted_requests_total") == before + 1
 
     run(server, scenario)
+
+
+def test_a_client_that_goes_away_in_a_pause_is_served_all_the_same(server: EngineProcess) -> None:
+    """As in SGLang, whose pause holds requests where their clients' leaving is not seen."""
+
+    async def scenario(http: Http) -> None:
+        await http.post("/pause_generation", {"mode": "in_place"})
+        before = _total((await http.get("/metrics"))[1], "generation_tokens_total")
+        arrived = http.sent + 1
+        leaving = asyncio.create_task(http.post("/generate", body(20)))
+        await http.arrived(arrived)
+        leaving.cancel()
+        await asyncio.wait({leaving})
+        await http.get("/model_info")  # by its answer the server knows
+        await http.post("/continue_generation", {})
+        async with asyncio.timeout(30):
+            while _total((await http.get("/metrics"))[1], "generation_tokens_total") < before + 20:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    run(server, scenario)
+
+
+def _total(metrics: str, name: str) -> float:
+    line = next(line for line in metrics.splitlines() if line.startswith(f"sglang:{name}{{"))
+    return float(line.rpartition(" ")[2])

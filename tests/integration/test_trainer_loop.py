@@ -16,16 +16,19 @@ from typing import Any, BinaryIO
 
 import pytest
 from click.testing import CliRunner
+from push_engine import push_engine
+from safetensors.torch import load_file
 
 from farm.config import load_config, to_json
 from farm.durable import Disk, FolderLock
 from farm.errors import UsageError
+from farm.farm_state import write_status
 from farm.policy_log import PolicyLog
 from farm.run_folder import RunFolder
 from farm.trajectory_log import DirectoryLog
 from farm.types import EndReason, Evidence, Graded, SamplingParams, Trajectory, Turn, Usage, VersionSpan
 from trainer.cli import cli
-from trainer.config import TrainerConfig
+from trainer.config import PushConfig, TrainerConfig
 from trainer.guard import SaveTimeoutError
 from trainer.loop import Trainer
 from trainer.megatron.learner import Learner
@@ -79,12 +82,10 @@ def trajectory(
     )  # fmt: skip
 
 
-def make_run(path: Path, *, steps: int = 6, flat: bool = False) -> RunFolder:
+def make_run(path: Path, *, steps: int = 6, flat: bool = False, sets: tuple[str, ...] = ()) -> RunFolder:
     """Two groups a step; an episode is rewarded when it says 7."""
-    run = RunFolder.create(
-        path,
-        to_json(load_config(sets=["rollout.group_size=4", "rollout.groups_per_step=2", "rollout.min_attempts=4"])),
-    )
+    sizes = ("rollout.group_size=4", "rollout.groups_per_step=2", "rollout.min_attempts=4")
+    run = RunFolder.create(path, to_json(load_config(sets=[*sizes, *sets])))
     chance = random.Random(0)
     with DirectoryLog(run.trajectories) as log:
         for step in range(steps):
@@ -361,3 +362,31 @@ def test_the_commands_from_demonstrations_to_export(
 
     cli.main(["export", "--run", str(run.path), "--step", "1", "--out", out], standalone_mode=False)
     assert "wrote step-000001" in capsys.readouterr().out
+
+
+def test_policies_are_pushed_to_the_farms_engines_and_training_does_not_depend_on_it(
+    tmp_path: Path, model: Path
+) -> None:
+    run = make_run(tmp_path / "run", sets=("engine.weights=push", "engine.push_wait_s=20"))
+    with push_engine() as engine:
+        engines = [{"url": engine.url, "state": "up"}, {"url": "http://127.0.0.1:9", "state": "down"}]
+        write_status(run, {"state": "running", "engines": engines})
+        assert train(run, policy=model, steps=2, push=PushConfig(bucket_bytes=2000)) == 2
+        latest = PolicyLog(run.policies).latest()
+        assert latest is not None
+        assert engine.version == latest.pushed_name
+        published = load_file(Path(latest.path) / "model.safetensors")
+        assert engine.tensors.keys() == published.keys()
+        assert all(engine.tensors[name].equal(published[name]) for name in published)
+        assert engine.calls.count("/update_weights_from_distributed") > 4
+    lines = read_metrics(run.metrics)
+    assert all(line["push_error"] is None and line["push_s"] >= line["push_paused_s"] for line in lines)
+    assert train(run, steps=3) == 3, "the engine is gone"
+    assert engine.url in read_metrics(run.metrics)[-1]["push_error"]
+    write_status(run, {"state": "running", "engines": []})
+    assert train(run, steps=4) == 4
+    assert read_metrics(run.metrics)[-1]["push_error"] == "there is no engine"
+    through = make_run(tmp_path / "through")
+    train(through, policy=model, steps=4)
+    assert digests(run) == digests(through)
+    assert all("push_s" not in line for line in read_metrics(through.metrics))

@@ -101,7 +101,7 @@ def make_models(folder: Path) -> None:
 # ------------------------------------------------------------------------------------------------ one rank of two
 
 
-def main(folder: Path) -> int:
+def main(folder: Path, engine_url: str) -> int:
     """Import once, then be two ranks; 0 when both end well. The first that does not takes the other with it."""
     import trainer.megatron.ranks  # noqa: F401
 
@@ -110,7 +110,7 @@ def main(folder: Path) -> int:
         child = os.fork()
         if child == 0:
             try:
-                rank_main(folder, rank)
+                rank_main(folder, rank, engine_url)
                 os._exit(0)
             except BaseException:
                 traceback.print_exc()
@@ -126,10 +126,11 @@ def main(folder: Path) -> int:
     return 0
 
 
-def rank_main(folder: Path, rank: int) -> None:
+def rank_main(folder: Path, rank: int, engine_url: str) -> None:
     from trainer.megatron import buckets, losses
-    from trainer.megatron.learner import Learner, mpu
+    from trainer.megatron.learner import mpu
     from trainer.megatron.model import stop_megatron
+    from trainer.megatron.push import PushRules, push
     from trainer.megatron.ranks import RankedLearner, join
 
     line = join(Seat(rank=rank, ranks=2, local_rank=rank), ParallelConfig(ranks=2, timeout_s=60))
@@ -149,8 +150,8 @@ def rank_main(folder: Path, rank: int) -> None:
             learner.save(here / "checkpoints", STEPS, loop={"at": name}, keep=1)
             sums = [[r.tokens, r.grad_norm, r.sums["loss"], r.sums["kl"], r.sums["clipped"]] for r in results]
             (here / "steps.json").write_text(json.dumps(sums))
-            pushed = list(learner.outgoing(max_bytes=20_000))
-            assert [one.bucket for one in pushed] == buckets.buckets_of(MODELS[model], max_bytes=20_000)
+            sent = learner.outgoing(max_bytes=20_000)
+            push([engine_url], sent, version=name, rules=PushRules(timeout_s=60.0))
             for one in learner.outgoing(max_bytes=20_000):  # given up half-way: the other rank must not hang
                 assert one.checksum == buckets.checksum(one.tensors)
                 break
@@ -164,12 +165,6 @@ def rank_main(folder: Path, rank: int) -> None:
             learner.step(batches(packed=how.packing), losses.grpo(0.2, 0.28), lr=LR)
             line.say("next")
         mpu.destroy_model_parallel()
-    if rank == 0:
-        assert isinstance(learner, RankedLearner)
-        _refused_push(buckets)
-    else:
-        assert Learner is not None
-        _refusing(buckets)
     stop_megatron()
 
 
@@ -188,50 +183,6 @@ def _help(line: Any) -> None:
             getattr(learner, call)(*args, **kw)
 
 
-def _tensors() -> list[Any]:
-    import torch
-
-    torch.manual_seed(3)
-    return [torch.randn(40, 7), torch.randn(9).bfloat16()]
-
-
-def _bucket() -> Any:
-    from trainer.buckets import Bucket, TensorInfo
-
-    return Bucket(
-        number=0,
-        tensors=(
-            TensorInfo(name="a", dtype="float32", shape=(40, 7)),
-            TensorInfo(name="b", dtype="bfloat16", shape=(9,)),
-        ),
-    )
-
-
-def _refused_push(buckets: Any) -> None:
-    """Rank 0 sends a bucket, one that was corrupted, and one that nobody takes."""
-    import torch
-
-    group = torch.distributed.new_group([0, 1])
-    buckets.send(_tensors(), group=group, source=0, timeout_s=30)
-    buckets.send([_tensors()[0] * 1.5, _tensors()[1]], group=group, source=0, timeout_s=30)
-    large = [torch.zeros(1 << 22)]
-    with pytest.raises(buckets.BucketError, match="did not end within"):
-        buckets.send(large, group=group, source=0, timeout_s=0.5)
-    torch.distributed.barrier()
-
-
-def _refusing(buckets: Any) -> None:
-    import torch
-
-    group = torch.distributed.new_group([0, 1])
-    expected = buckets.checksum(_tensors())
-    got = buckets.receive(_bucket(), expected, group=group, source=0, timeout_s=30)
-    assert all(torch.equal(a, b) for a, b in zip(got, _tensors(), strict=True))
-    with pytest.raises(buckets.BucketError, match="checksum"):
-        buckets.receive(_bucket(), expected, group=group, source=0, timeout_s=30)
-    torch.distributed.barrier()
-
-
 # ------------------------------------------------------------------------------------------------ the tests
 
 
@@ -241,19 +192,26 @@ pytestmark = pytest.mark.timeout(240)
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The folder in which two ranks have gone through all layouts."""
+    from push_engine import push_engine
+    from safetensors.torch import save_file
+
+    def keep(version: str, tensors: dict[str, Any]) -> None:
+        save_file(tensors, folder / f"{version}-pushed.safetensors", metadata={"format": "pt"})
+
     folder = tmp_path_factory.mktemp("ranks")
     make_models(folder)
     environment = os.environ | {RENDEZVOUS: str(folder / "rendezvous"), "GLOO_SOCKET_IFNAME": "lo"}
-    process = subprocess.Popen(
-        [sys.executable, __file__, str(folder)],
-        env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
-    try:
-        _, errors = process.communicate(timeout=150)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+    with push_engine(on_end=keep) as engine:
+        process = subprocess.Popen(
+            [sys.executable, __file__, str(folder), engine.url],
+            env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
+        try:
+            _, errors = process.communicate(timeout=200)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
     assert process.returncode == 0, errors[-6000:]
     yield folder
     shutil.rmtree(folder)
@@ -297,6 +255,13 @@ def test_a_conversion_on_ranks_is_bit_equal(name: str, done: Path) -> None:
 
         before, after = convert.read_hf_weights(done / model), convert.read_hf_weights(done / name / "before")
         assert all(after[k].equal(before[k].bfloat16().float()) for k in before)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_is_pushed_from_ranks_is_what_they_publish(name: str, done: Path) -> None:
+    """To the byte: the receiver's file is the published one."""
+    pushed = (done / f"{name}-pushed.safetensors").read_bytes()
+    assert pushed == (done / name / "after" / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -352,4 +317,4 @@ def test_a_resharded_run_goes_on_as_the_first_one_would(done: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2]))

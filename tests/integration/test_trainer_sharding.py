@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from farm.engine.embedded import weight_group
 from farm.errors import UsageError
 from trainer.batch import TokenSequence, micro_batches
 from trainer.config import ParallelConfig
@@ -114,6 +115,7 @@ def test_a_checksum_sees_any_change() -> None:
     torch.manual_seed(0)
     tensors = [torch.randn(5, 7), torch.randn(9).bfloat16(), torch.zeros(0), torch.randn(6).bfloat16()[1:]]
     right = buckets.checksum(tensors)
+    assert weight_group.checksum(tensors) == right, "the engine's end has its own"
     assert buckets.checksum([t.clone() for t in tensors]) == right
     assert buckets.checksum([tensors[0].t().contiguous().t(), *tensors[1:]]) == right  # layout in memory: no matter
     wrong = [

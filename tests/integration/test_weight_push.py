@@ -13,7 +13,8 @@ from farm.engine.bench import BenchShape, write_random_model
 from farm.engine.launch import EngineOptions, EngineProcess, launch_engine
 from farm.engine.sglang import SGLangEngine
 from farm.pool import EnginePool, PoolEvent
-from trainer.megatron.push import PushError, PushRules, push
+from trainer.megatron.push import PushRules, push
+from trainer.megatron.push_group import PushError
 
 SHAPE = BenchShape(vocab=64, hidden=32, layers=2, heads=2, kv_heads=1, head_dim=16, intermediate=64)
 
@@ -51,7 +52,7 @@ def test_a_push(
 def test_several_engines_get_it_by_one_broadcast(servers: list[EngineProcess], policies: tuple[str, str]) -> None:
     urls = [process.url for process in servers]
     version = push_cases.version_of(policies[1], 7)
-    push(urls, push_cases.weights_of(policies[1]), version=version.pushed_name, rules=PushRules())
+    push(urls, push_cases.buckets_of(policies[1], max_bytes=30_000), version=version.pushed_name, rules=PushRules())
     answers = [push_cases.sample(url) for url in urls]
     assert answers[0].output_ids == answers[1].output_ids
     assert {span.step for answer in answers for span in answer.spans} == {7}
@@ -81,8 +82,8 @@ def test_the_pool_waits_for_a_push_and_loads_from_disk_when_none_comes(
             pool.want(second)
             await asyncio.sleep(0.3)
             assert pool.states()[0].step == 1, "it serves on while the push is on its way"
-            weights = push_cases.weights_of(policies[1])
-            await asyncio.to_thread(push, [url], weights, version=second.pushed_name, rules=PushRules())
+            buckets = push_cases.buckets_of(policies[1])
+            await asyncio.to_thread(push, [url], buckets, version=second.pushed_name, rules=PushRules())
             await until_step(2)
             info = pool.states()[0].info
             assert info is not None
@@ -120,8 +121,9 @@ def test_an_engine_left_half_way_is_fenced_until_the_pool_has_mended_it(
             pool.want(second)
             weights = push_cases.weights_of(policies[1])
             weights["model.norm.weight"] = weights["model.norm.weight"][:-1]
+            buckets = push_cases.buckets(weights)
             with pytest.raises(PushError):
-                await asyncio.to_thread(push, [url], weights, version=second.pushed_name, rules=PushRules())
+                await asyncio.to_thread(push, [url], buckets, version=second.pushed_name, rules=PushRules())
             async with asyncio.timeout(20):
                 while pool.states()[0].step != 2:
                     assert pool.states()[0].step is not None or pool.place(Ask(key="e", group="g", tokens=64)) is None

@@ -16,6 +16,7 @@ from farm.protocols import EngineLoad, GenerateRequest
 from farm.types import PolicyVersion, SamplingParams, version_name
 
 BUDGET, CONTEXT = 600, 512
+PATIENCE_S = 300.0  # on a machine at work elsewhere
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,7 @@ def ask(rid: str, new: int, *, prompt: int = 8) -> GenerateRequest:
 
 
 async def until(engine: SGLangEngine, condition: Callable[[EngineLoad], bool]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition(await engine.load()):  # noqa: ASYNC110 (it is in another process)
             await asyncio.sleep(0.02)
 
@@ -82,14 +83,14 @@ def test_a_full_queue_and_a_long_prompt_have_kinds_of_their_own(url: str) -> Non
     async def scenario(engine: SGLangEngine) -> None:
         running = []
         for n in range(7):  # one by one: those that come together would all be in the queue for a moment
-            running.append(asyncio.create_task(engine.generate(ask(f"r{n}", 400), timeout_s=60)))
+            running.append(asyncio.create_task(engine.generate(ask(f"r{n}", 400), timeout_s=PATIENCE_S)))
             await asyncio.sleep(0.2)
         await until(engine, lambda load: load.queued == 3)
         with pytest.raises(EngineError) as caught:
-            await engine.generate(ask("one more", 4), timeout_s=60)
+            await engine.generate(ask("one more", 4), timeout_s=PATIENCE_S)
         assert caught.value.kind == "queue_full"
         with pytest.raises(EngineError) as caught:
-            await engine.generate(ask("long", 4, prompt=CONTEXT), timeout_s=60)
+            await engine.generate(ask("long", 4, prompt=CONTEXT), timeout_s=PATIENCE_S)
         assert caught.value.kind == "status_400"
         await engine.abort()
         for answer in await asyncio.gather(*running):
@@ -104,12 +105,12 @@ def test_retraction_for_want_of_kv_changes_no_token(url: str) -> None:
     async def scenario(engine: SGLangEngine) -> None:
         before = await engine.load()
         requests = [ask(f"r{n}", 300) for n in range(4)]
-        together = await asyncio.gather(*(engine.generate(request, timeout_s=100) for request in requests))
+        together = await asyncio.gather(*(engine.generate(request, timeout_s=PATIENCE_S) for request in requests))
         after = await engine.load()
         assert after.retracted_total > before.retracted_total
         assert sum(answer.retractions for answer in together) > 0
         for request, answer in zip(requests, together, strict=True):
-            alone = await engine.generate(request, timeout_s=100)
+            alone = await engine.generate(request, timeout_s=PATIENCE_S)
             assert len(answer.output_ids) == len(answer.logprobs)
             assert answer.output_ids[:20] == alone.output_ids[:20]
 
@@ -129,17 +130,17 @@ def test_the_pool_fences_and_updates_it(url: str, policies: tuple[str, str]) -> 
         keeper = asyncio.create_task(pool.supervise())
         try:
             pool.want(versions[0])
-            first = await pool.acquire(Ask(key="a", group="g", tokens=CONTEXT), timeout_s=30)
+            first = await pool.acquire(Ask(key="a", group="g", tokens=CONTEXT), timeout_s=PATIENCE_S)
             assert first.step == 0
             assert pool.place(Ask(key="b", group="g", tokens=CONTEXT)) is None
             pool.release("a")
             pool.want(versions[1])
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(PATIENCE_S):
                 while pool.states()[0].step != 1:  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
-            assert (await engine.generate(ask("x", 4), timeout_s=30)).spans[0].step == 1
+            assert (await engine.generate(ask("x", 4), timeout_s=PATIENCE_S)).spans[0].step == 1
             await engine.pause()  # by somebody who then forgot
-            async with asyncio.timeout(90):
+            async with asyncio.timeout(PATIENCE_S):
                 while not await engine.healthy():  # noqa: ASYNC110 (the pool resumes it)
                     await asyncio.sleep(0.1)
             assert pool.states()[0].health is Health.UP
@@ -156,7 +157,7 @@ def test_cancelled_and_late_requests_end_on_the_server(url: str) -> None:
         with pytest.raises(EngineError) as caught:
             await engine.generate(ask("late", 400), timeout_s=0.5)
         assert caught.value.kind == "timeout"
-        cancelled = asyncio.create_task(engine.generate(ask("cancelled", 400), timeout_s=60))
+        cancelled = asyncio.create_task(engine.generate(ask("cancelled", 400), timeout_s=PATIENCE_S))
         await asyncio.sleep(0.5)
         cancelled.cancel()
         await asyncio.wait({cancelled})

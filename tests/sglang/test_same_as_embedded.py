@@ -18,6 +18,7 @@ from farm.engine.launch import EngineOptions, launch_engine
 
 TOLERANCE = 1e-4
 BUDGET, CONTEXT = 4096, 1024
+PATIENCE_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Server:
             return Answer(response.status, text)
 
     async def until(self, name: str, value: int) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             while (await self.get("/v1/loads")).value["loads"][0][name] != value:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
@@ -64,7 +65,8 @@ class Pair:
 def pair(sglang_server: tuple[str, tuple[str, str]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     url, policies = sglang_server
     options = EngineOptions(model=policies[0], max_total_tokens=BUDGET, context_length=CONTEXT, max_running_requests=8)
-    process = asyncio.run(launch_engine(options, run_folder=tmp_path_factory.mktemp("embedded")))
+    folder = tmp_path_factory.mktemp("embedded")
+    process = asyncio.run(launch_engine(options, run_folder=folder, timeout_s=PATIENCE_S))
     yield Pair(real=url, embedded=process.url, policies=policies)
     asyncio.run(process.stop())
 
@@ -73,12 +75,12 @@ def both(pair: Pair, scenario: Callable[[Server], Awaitable[Any]]) -> tuple[Any,
     """The scenario's result on the real server, and on the embedded one, both with the first policy as "default"."""
 
     async def one(url: str) -> Any:
-        timeout = aiohttp.ClientTimeout(total=60)
+        timeout = aiohttp.ClientTimeout(total=PATIENCE_S)
         async with aiohttp.ClientSession(timeout=timeout) as session:
             server = Server(session, url)
             await server.post("/continue_generation")
             await server.post("/abort_request", {"abort_all": True})
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(PATIENCE_S):
                 while (await server.post("/flush_cache")).status != 200:  # noqa: ASYNC110
                     await asyncio.sleep(0.1)
             loaded = await server.post(

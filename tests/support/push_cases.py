@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,10 +18,17 @@ from torch import Tensor
 
 from farm.engine.sglang import SGLangEngine
 from farm.protocols import EngineInfo, GenerateRequest, Generation
-from farm.types import PUSH_GIVEN_UP, PolicyVersion, SamplingParams, version_name
-from trainer.megatron.push import PushError, PushRules, push
+from farm.types import PUSH_GIVEN_UP, PUSH_UNDER_WAY, PolicyVersion, SamplingParams
+from trainer.buckets import TensorInfo, plan_buckets
+from trainer.megatron.buckets import Outgoing, checksum
+from trainer.megatron.push import PushRules, push
+from trainer.megatron.push_group import PushError
 
 PROMPT = [5, 6, 7, 8, 9]
+PATIENCE_S = 500.0  # a real server on a machine at work elsewhere
+
+
+RULES = PushRules(timeout_s=PATIENCE_S)
 
 
 def version_of(path: str, step: int) -> PolicyVersion:
@@ -27,7 +39,22 @@ def weights_of(path: str) -> dict[str, Tensor]:
     return dict(load_file(Path(path) / "model.safetensors"))
 
 
-def sample(url: str, new: int = 12, *, rid: str = "r", timeout_s: float = 60.0) -> Generation:
+def buckets(weights: dict[str, Tensor], *, max_bytes: int = 512 << 20) -> Iterator[Outgoing]:
+    """As a learner gives them out."""
+    infos = [
+        TensorInfo(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
+        for name, tensor in weights.items()
+    ]
+    for bucket in plan_buckets(infos, max_bytes=max_bytes):
+        tensors = [weights[info.name].contiguous() for info in bucket.tensors]
+        yield Outgoing(bucket=bucket, tensors=tensors, checksum=checksum(tensors))
+
+
+def buckets_of(path: str, *, max_bytes: int = 512 << 20) -> Iterator[Outgoing]:
+    return buckets(weights_of(path), max_bytes=max_bytes)
+
+
+def sample(url: str, new: int = 12, *, rid: str = "r", timeout_s: float = PATIENCE_S) -> Generation:
     async def ask() -> Generation:
         engine = SGLangEngine(url)
         try:
@@ -47,15 +74,16 @@ def sample(url: str, new: int = 12, *, rid: str = "r", timeout_s: float = 60.0) 
     return asyncio.run(ask())
 
 
-def info(url: str) -> EngineInfo:
-    async def ask() -> EngineInfo:
-        engine = SGLangEngine(url)
-        try:
-            return await engine.info()
-        finally:
-            await engine.close()
+async def info_of(url: str) -> EngineInfo:
+    engine = SGLangEngine(url)
+    try:
+        return await engine.info()
+    finally:
+        await engine.close()
 
-    return asyncio.run(ask())
+
+def info(url: str) -> EngineInfo:
+    return asyncio.run(info_of(url))
 
 
 def load(url: str, path: str, step: int) -> None:
@@ -78,13 +106,15 @@ def pushed_weights_are_those_on_disk(url: str, policies: tuple[str, str]) -> Non
     load(url, policies[0], 1)
     assert sample(url).output_ids != expected.output_ids
     version = version_of(policies[1], 2)
-    paused_s = push([url], weights_of(policies[1]), version=version.pushed_name, rules=PushRules(bucket_bytes=50_000))
-    assert paused_s > 0
+    several = buckets_of(policies[1], max_bytes=50_000)
+    pushed = push([url], several, version=version.pushed_name, rules=RULES)
+    assert (pushed.engines, pushed.left_out) == ((url,), {})
+    assert pushed.paused_s > 0
     assert info(url).version == version.pushed_name
-    pushed = sample(url)
-    assert pushed.output_ids == expected.output_ids
-    assert pushed.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
-    assert [span.step for span in pushed.spans] == [2]
+    after = sample(url)
+    assert after.output_ids == expected.output_ids
+    assert after.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+    assert [span.step for span in after.spans] == [2]
     load(url, policies[0], 3)  # and disk works as before
     assert [span.step for span in sample(url).spans] == [3]
 
@@ -101,8 +131,8 @@ def a_running_request_goes_on_under_the_pushed_weights(url: str, policies: tuple
         asker = threading.Thread(target=_keep, args=(found, url, f"across-{number}"))
         asker.start()
         time.sleep(0.02 * number)
-        push([url], weights_of(policies[1]), version=version.pushed_name, rules=PushRules())
-        asker.join(60)
+        push([url], buckets_of(policies[1]), version=version.pushed_name, rules=RULES)
+        asker.join(PATIENCE_S)
         spans = found[0].spans
         if len(spans) == 2:
             break
@@ -120,31 +150,81 @@ def a_refused_push_is_over_at_once_and_can_be_repaired(url: str, policies: tuple
     weights[name] = weights[name][:-1]
     started = time.monotonic()
     with pytest.raises(PushError):
-        push([url], weights, version=version_of(policies[1], 2).pushed_name, rules=PushRules(timeout_s=20.0))
-    assert time.monotonic() - started < 40
+        push([url], buckets(weights), version=version_of(policies[1], 2).pushed_name, rules=RULES)
+    assert time.monotonic() - started < PATIENCE_S / 2
     assert info(url).version == PUSH_GIVEN_UP
     load(url, policies[1], 2)
     assert [span.step for span in sample(url).spans] == [2]
-    push([url], weights_of(policies[0]), version=version_of(policies[0], 4).pushed_name, rules=PushRules())
+    push([url], buckets_of(policies[0]), version=version_of(policies[0], 4).pushed_name, rules=RULES)
     assert [span.step for span in sample(url).spans] == [4]
 
 
-def an_engine_that_is_not_there_stops_nobody(url: str, policies: tuple[str, str]) -> None:
+def one_push_after_the_other(url: str, policies: tuple[str, str]) -> None:
     load(url, policies[0], 1)
+    expected = [sample(url).output_ids]
+    load(url, policies[1], 1)
+    expected.append(sample(url).output_ids)
+    for step in range(2, 5):
+        version = version_of(policies[step % 2], step)
+        push([url], buckets_of(version.path, max_bytes=70_000), version=version.pushed_name, rules=RULES)
+        answer = sample(url)
+        assert [span.step for span in answer.spans] == [step]
+        assert answer.output_ids == expected[step % 2]
+
+
+_KILLED = """
+import os, signal, sys
+from itertools import count
+import push_cases
+from trainer.megatron.push import PushRules, push
+url, path, name = sys.argv[1:]
+def buckets():
+    for number, bucket in zip(count(), push_cases.buckets_of(path, max_bytes=20_000)):
+        if number == 3:  # with one bucket made ahead, one was sent
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield bucket
+push([url], buckets(), version=name, rules=PushRules())
+"""
+
+
+def killed_in_a_push(url: str, version: PolicyVersion) -> None:
+    """What a trainer that is killed in its third bucket leaves of an engine."""
+    support = str(Path(__file__).parent)
+    python_path = os.pathsep.join([support, *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", _KILLED, url, version.path, version.pushed_name],
+        env=os.environ | {"PYTHONPATH": python_path}, check=False, timeout=PATIENCE_S,
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGKILL
+
+
+def after_a_killed_trainer_a_load_and_the_next_push_go_through(url: str, policies: tuple[str, str]) -> None:
+    load(url, policies[0], 1)
+    killed_in_a_push(url, version_of(policies[1], 2))
+    assert info(url).version == PUSH_UNDER_WAY, "no pool gives it an episode"
+    load(url, policies[1], 2)
+    assert [span.step for span in sample(url).spans] == [2]
+    version = version_of(policies[0], 3)
+    push([url], buckets_of(version.path), version=version.pushed_name, rules=RULES)
+    assert [span.step for span in sample(url).spans] == [3]
+
+
+def an_engine_that_is_not_there_is_left_out(url: str, policies: tuple[str, str]) -> None:
+    load(url, policies[0], 1)
+    nowhere, version = "http://127.0.0.1:9", version_of(policies[1], 2)
+    pushed = push([url, nowhere], buckets_of(policies[1]), version=version.pushed_name, rules=RULES)
+    assert pushed.engines == (url,)
+    assert "127.0.0.1:9/server_info" in pushed.left_out[nowhere]
+    assert [span.step for span in sample(url).spans] == [2]
     with pytest.raises(PushError, match=r"127\.0\.0\.1:9/server_info"):
-        push(
-            [url, "http://127.0.0.1:9"],
-            weights_of(policies[1]),
-            version=version_of(policies[1], 2).pushed_name,
-            rules=PushRules(timeout_s=10.0),
-        )
-    assert info(url).version == version_name(1)
-    assert [span.step for span in sample(url).spans] == [1]
+        push([nowhere], buckets_of(policies[1]), version=version.pushed_name, rules=RULES)
 
 
 CASES = (
     pushed_weights_are_those_on_disk,
     a_running_request_goes_on_under_the_pushed_weights,
     a_refused_push_is_over_at_once_and_can_be_repaired,
-    an_engine_that_is_not_there_stops_nobody,
+    one_push_after_the_other,
+    after_a_killed_trainer_a_load_and_the_next_push_go_through,
+    an_engine_that_is_not_there_is_left_out,
 )

@@ -290,6 +290,9 @@ def test_a_pushed_policy_is_awaited_and_known_by_its_digest() -> None:
     assert next_move(info("step-000003+d3", "x"), policy(3), push_s=1.0) is Move.SERVE
     assert next_move(info(PUSH_UNDER_WAY, "x"), policy(3), push_s=1.0) is Move.AWAIT
     assert next_move(info(PUSH_GIVEN_UP, "x"), policy(3), push_s=1.0) is Move.UPDATE
+    late = next_move(info("step-000002", "/policies/step-000002"), policy(3), push_s=1.0, pushed=True)
+    assert late is Move.UPDATE, "the push has been elsewhere and is not coming here"
+    assert next_move(info(PUSH_UNDER_WAY, "x"), policy(3), push_s=1.0, pushed=True) is Move.AWAIT
 
     async def scenario() -> None:
         a = engine()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from farm.errors import UsageError
-from trainer.config import TrainerConfig, batch_rules, load_config
+from trainer.config import TrainerConfig, batch_rules, load_config, push_time
 from trainer.group import BatchRules
 
 ROLLOUT = {"mode": "async", "groups_per_step": 16, "min_attempts": 6, "max_staleness": 2, "purpose": "rl"}
@@ -47,6 +47,8 @@ def test_warm_up_is_linear_then_constant() -> None:
         ("parallel.tensr=2", r"parallel.tensr: unknown key; did you mean 'tensor'\? allowed: distributed_optimizer"),
         ("parallel.tensor=2", r"parallel.tensor is 2, which does not divide the ranks of one pipeline stage \(1\)"),
         ("parallel=3", "parallel: given 3"),
+        ("push.backend='mpi'", "push.backend: given 'mpi'"),
+        ("push.adress=''", r"push.adress: unknown key; did you mean 'address'\? allowed: address, backend"),
     ],
 )
 def test_wrong_settings_are_one_clear_line(text: str, message: str) -> None:
@@ -70,6 +72,12 @@ def test_rules_come_from_the_run() -> None:
     assert got == BatchRules(groups_per_step=16, min_attempts=6, max_staleness=2)
     got = batch_rules({"rollout": ROLLOUT | {"mode": "sync"}}, where="x")
     assert got == BatchRules(groups_per_step=16, min_attempts=6, max_staleness=0, wait_for_all=True)
+
+
+def test_a_push_ends_before_the_farm_stops_waiting_for_it() -> None:
+    assert push_time({"engine": {"weights": "push", "push_wait_s": 50.0}}) == 40.0
+    assert push_time({"engine": {"weights": "disk", "push_wait_s": 50.0}}) is None
+    assert push_time({}) is None, "a run of before there were pushes"
 
 
 @pytest.mark.parametrize(

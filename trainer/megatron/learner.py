@@ -7,7 +7,7 @@ of these and all make the same calls in the same order.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -161,7 +161,7 @@ class Learner:
         """Write the present weights as a Hugging Face folder (see :func:`trainer.megatron.convert.write_hf`)."""
         convert.write_hf(folder, whole_weights(self.model, self.hf), self.hf, source=source)
 
-    def outgoing(self, *, max_bytes: int, dtype: str | None = None) -> Iterator[Outgoing]:
+    def outgoing(self, *, max_bytes: int, dtype: str | None = None) -> Generator[Outgoing, None, None]:
         """The present weights in buckets for engines (see :mod:`trainer.megatron.buckets`)."""
         return outgoing(whole_weights(self.model, self.hf), self.hf, max_bytes=max_bytes, dtype=dtype)
 

@@ -10,13 +10,15 @@ What holds, whatever happens:
   out of time, killed trainer) stays paused under that name until its pool loads the published folder into it, which is
   at once when the trainer could say that it has given up;
 * every wait is bounded by the one deadline, also a broadcast that an engine does not take part in: torch's group is
-  waited for in a thread, and given up as soon as an engine refuses.
+  waited for in a thread, and given up as soon as an engine refuses;
+* an engine that does not answer when the push begins is left out and holds nobody up.
 
 So a push can fail and nothing is lost but time: the policy is in the policy log before it begins.
 """
 
 from __future__ import annotations
 
+import http.client
 import json
 import time
 import urllib.error
@@ -24,142 +26,149 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
-from torch import Tensor
-from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
-
-from farm.errors import FarmError
 from farm.types import PUSH_GIVEN_UP, PUSH_UNDER_WAY
+from trainer.megatron.buckets import Outgoing
+from trainer.megatron.push_group import Backend, PushError, PushGroup, own_address
 
 _CLEAN_UP_S = 5.0
-_BACKENDS = {"gloo": "cpu", "nccl": "cuda"}
-
-
-class PushError(FarmError):
-    """The weights did not get there; the engines will load them from disk."""
-
-    default_kind = "push"
+_FIRST_ANSWER_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushRules:
-    """``address``: this machine's, as the engines reach it. ``bucket_bytes``: how much goes with one request."""
+    """``address``: this machine's, as the engines reach it; empty: that of the route to them. ``timeout_s``: of all."""
 
-    address: str = "127.0.0.1"
-    backend: Literal["gloo", "nccl"] = "gloo"
-    bucket_bytes: int = 512 << 20
+    address: str = ""
+    backend: Backend = "gloo"
     timeout_s: float = 60.0
 
 
-def push(urls: Sequence[str], weights: Mapping[str, Tensor], *, version: str, rules: PushRules) -> float:
-    """Put ``weights`` (Hugging Face names) into all engines at ``urls`` and name them ``version``; returns the seconds
-    that the engines were paused. Raises PushError, within ``rules.timeout_s`` and a few seconds for cleaning up."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pushed:
+    """``engines`` have the weights and were paused for ``paused_s``; ``left_out`` (URL -> why) did not answer."""
+
+    engines: tuple[str, ...]
+    left_out: Mapping[str, str]
+    paused_s: float
+
+
+def push(urls: Sequence[str], buckets: Iterator[Outgoing], *, version: str, rules: PushRules) -> Pushed:
+    """Put the weights in ``buckets`` into the engines at ``urls`` and name them ``version``. The first bucket is made
+    before an engine is paused; none is when no engine answers.
+
+    Raises PushError, within ``rules.timeout_s`` and a few seconds for cleaning up, and whatever ``buckets`` raises. The
+    engines that it changed are told that the push was given up."""
     with ThreadPoolExecutor(max_workers=2 * len(urls) + 2, thread_name_prefix="push") as threads:
-        return _Push(urls, version, rules, threads).run(weights)
+        return _Push(version, rules, threads).run(urls, buckets)
 
 
 class _Push:
-    def __init__(self, urls: Sequence[str], version: str, rules: PushRules, threads: ThreadPoolExecutor) -> None:
-        self._urls = urls
+    def __init__(self, version: str, rules: PushRules, threads: ThreadPoolExecutor) -> None:
+        self._urls: list[str] = []
         self._version = version
         self._rules = rules
         self._threads = threads
         self._deadline_s = time.monotonic() + rules.timeout_s
         self._name = f"push-{version}-{time.time_ns()}"  # never one that an engine may still have from before
 
-    def run(self, weights: Mapping[str, Tensor]) -> float:
-        sizes = [int(info.get("tp_size") or 1) for info in self._all("GET", "/server_info")]
+    def run(self, urls: Sequence[str], buckets: Iterator[Outgoing]) -> Pushed:
+        sizes, left_out = self._present(urls)
+        group: PushGroup | None = None
         try:
-            return self._change(self._join(sizes), list(_buckets(weights, self._rules.bucket_bytes)))
-        finally:
-            self._quietly("/destroy_weights_update_group", {"group_name": self._name})
-
-    def _change(self, group: Any, buckets: Sequence[Mapping[str, Tensor]]) -> float:
-        paused_at_s = time.monotonic()
-        self._all("POST", "/pause_generation", {"mode": "retract"})
-        try:
-            self._rename(PUSH_UNDER_WAY)
-            self._all("POST", "/begin_weight_update", {})
-            try:
-                for number, bucket in enumerate(buckets, start=1):
-                    self._send(group, bucket, last=number == len(buckets))
-            finally:
-                self._quietly("/end_weight_update", {})
-            for url, info in zip(self._urls, self._all("GET", "/model_info"), strict=True):
-                if info.get("weight_version") != self._version:
-                    raise PushError(f"{url} answers {info.get('weight_version')!r} after {self._version} was pushed")
-        except PushError:
-            self._quietly("/update_weight_version", _named(PUSH_GIVEN_UP))
+            first = next(buckets)
+            group = self._join(sizes)
+            paused_at_s = time.monotonic()
+            self._change(group, first, buckets)
+        except BaseException:
+            self._leave(group)
+            self._give_up()
             raise
-        self._all("POST", "/continue_generation", {})
-        return time.monotonic() - paused_at_s
+        # They serve it; one that does not hear this is resumed by its pool.
+        self._quietly(("/continue_generation", {}))
+        paused_s = time.monotonic() - paused_at_s
+        self._leave(group)
+        return Pushed(engines=tuple(self._urls), left_out=left_out, paused_s=paused_s)
 
-    def _rename(self, version: str) -> None:
-        self._all("POST", "/update_weight_version", _named(version))
+    def _present(self, urls: Sequence[str]) -> tuple[list[int], dict[str, str]]:
+        """How many ranks each engine that answers will be, and why the others are left out."""
+        within_s = min(_FIRST_ANSWER_S, self._left_s())
+        asked = {url: self._threads.submit(_request, f"{url}/server_info", "GET", None, within_s) for url in urls}
+        sizes: list[int] = []
+        left_out: dict[str, str] = {}
+        for url, future in asked.items():
+            try:
+                sizes.append(int(future.result().get("tp_size") or 1))
+                self._urls.append(url)
+            except PushError as error:
+                left_out[url] = str(error)
+        if not sizes:
+            raise PushError("; ".join(left_out.values()) or "there is no engine")
+        return sizes, left_out
 
-    # ----------------------------------------------------------------------------------------- the group
-
-    def _join(self, sizes: Sequence[int]) -> Any:
+    def _join(self, sizes: Sequence[int]) -> PushGroup:
         """The process group, once every engine is in it."""
-        rules, total = self._rules, 1 + sum(sizes)
-        timeout = timedelta(seconds=self._left_s())
-        store = TCPStore("0.0.0.0", 0, total, is_master=True, timeout=timeout, wait_for_workers=False)
-        bodies = []
+        group = PushGroup(
+            self._name,
+            1 + sum(sizes),
+            address=self._rules.address or own_address(self._urls),
+            backend=self._rules.backend,
+            timeout_s=self._left_s(),
+        )
+        asked = []
         rank = 1
-        for size in sizes:
-            bodies.append(
-                {
-                    "master_address": rules.address,
-                    "master_port": store.port,
-                    "rank_offset": rank,
-                    "world_size": total,
-                    "group_name": self._name,
-                    "backend": rules.backend,
-                }
-            )
+        for url, size in zip(self._urls, sizes, strict=True):
+            asked.append(self._ask(url, "POST", "/init_weights_update_group", group.invitation(rank)))
             rank += size
-        # As torch's own init_process_group lays out its keys, and SGLang that of a named group: by name, by device.
-        named = PrefixStore(f"{self._name}/", PrefixStore(self._name, store))
-        prefixed = PrefixStore(f"{_BACKENDS[rules.backend]}/", named)
-        asked = [
-            self._threads.submit(self._call, url, "POST", "/init_weights_update_group", body)
-            for url, body in zip(self._urls, bodies, strict=True)
-        ]
-        return self._beside(asked, lambda: _group(rules.backend, prefixed, total, timeout))
+        try:
+            self._beside(asked, group.join)
+        except BaseException:
+            group.close()
+            raise
+        return group
 
-    def _send(self, group: Any, bucket: Mapping[str, Tensor], *, last: bool) -> None:
+    def _change(self, group: PushGroup, first: Outgoing, following: Iterator[Outgoing]) -> None:
+        self._all("POST", "/pause_generation", {"mode": "retract"})
+        self._all("POST", "/update_weight_version", _named(PUSH_UNDER_WAY))
+        try:
+            self._all("POST", "/begin_weight_update", {})
+        except PushError as error:
+            if error.kind != "refused":
+                raise
+            # A trainer that was killed in a push has left its session open.
+            self._quietly(("/end_weight_update", {}))
+            self._all("POST", "/begin_weight_update", {})
+        bucket: Outgoing | None = first
+        while bucket is not None:
+            after = next(following, None)
+            self._send(group, bucket, last=after is None)
+            bucket = after
+        self._all("POST", "/end_weight_update", {})
+        for url, info in zip(self._urls, self._all("GET", "/model_info"), strict=True):
+            if info.get("weight_version") != self._version:
+                raise PushError(f"{url} answers {info.get('weight_version')!r} after {self._version} was pushed")
+
+    def _send(self, group: PushGroup, outgoing: Outgoing, *, last: bool) -> None:
+        tensors = outgoing.bucket.tensors
         body: dict[str, Any] = {
-            "names": list(bucket),
-            "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in bucket.values()],
-            "shapes": [list(tensor.shape) for tensor in bucket.values()],
+            "names": [info.name for info in tensors],
+            "dtypes": [info.dtype for info in tensors],
+            "shapes": [list(info.shape) for info in tensors],
             "group_name": self._name,
             "flush_cache": last,
+            "checksum": outgoing.checksum,  # the embedded engine holds what came against it, SGLang passes it over
         }
         if last:
             body["weight_version"] = self._version
-        asked = [
-            self._threads.submit(self._call, url, "POST", "/update_weights_from_distributed", body)
-            for url in self._urls
-        ]
-        timeout = timedelta(seconds=self._left_s())
-        device = _BACKENDS[self._rules.backend]
+        asked = [self._ask(url, "POST", "/update_weights_from_distributed", body) for url in self._urls]
+        timeout_s = self._left_s()
+        self._beside(asked, lambda: group.send(outgoing.tensors, timeout_s=timeout_s))
 
-        def broadcast() -> None:
-            options = BroadcastOptions()
-            options.rootRank = options.rootTensor = 0
-            options.timeout = timeout
-            sent = [tensor.to(device).contiguous() for tensor in bucket.values()]
-            for work in [group.broadcast([tensor], options) for tensor in sent]:
-                work.wait(timeout)
-
-        self._beside(asked, broadcast)
-
-    def _beside(self, asked: list[Future[dict[str, Any]]], action: Callable[[], Any]) -> Any:
+    def _beside(self, asked: list[Future[dict[str, Any]]], action: Callable[[], None]) -> None:
         """Run ``action`` until it and all requests have ended. The first that fails is raised, and the others are left
         to their own time-outs."""
-        mine = self._threads.submit(action)
+        mine: Future[Any] = self._threads.submit(action)
         done, pending = wait([mine, *asked], timeout=self._left_s(), return_when=FIRST_EXCEPTION)
         refused = [future for future in asked if future in done and future.exception() is not None]
         for future in [*refused, mine] if mine in done else refused:
@@ -171,25 +180,33 @@ class _Push:
                 raise PushError(f"the process group failed: {str(error).partition(chr(10))[0]}") from error
         if pending:
             raise PushError(f"the engines did not take part within {self._rules.timeout_s:g} s")
-        return mine.result()
+
+    def _leave(self, group: PushGroup | None) -> None:
+        """A broadcast that an engine takes no part in ends by that engine's leaving, then those who wait for what it
+        should have brought end by the trainer's. Awaited by whoever ends the threads."""
+        for url in self._urls:
+            self._threads.submit(_talk, url, (("/destroy_weights_update_group", {"group_name": self._name}),))
+        if group is not None:
+            group.close()
+
+    def _give_up(self) -> None:
+        """The pool loads the published folder into an engine of this name. Paused before it is called so: what runs on
+        it has no token of that name, then."""
+        pause = ("/pause_generation", {"mode": "retract"})
+        self._quietly(("/end_weight_update", {}), pause, ("/update_weight_version", _named(PUSH_GIVEN_UP)))
 
     # ---------------------------------------------------------------------------------------------- HTTP
 
     def _all(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
-        asked = [self._threads.submit(self._call, url, method, path, body) for url in self._urls]
+        asked = [self._ask(url, method, path, body) for url in self._urls]
         return [future.result() for future in asked]
 
-    def _call(self, url: str, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
-        return _request(url + path, method, body, timeout_s=self._left_s())
+    def _ask(self, url: str, method: str, path: str, body: Mapping[str, Any] | None) -> Future[dict[str, Any]]:
+        return self._threads.submit(_request, url + path, method, body, self._left_s())
 
-    def _quietly(self, path: str, body: Mapping[str, Any]) -> None:
-        def call(url: str) -> None:
-            try:
-                _request(url + path, "POST", body, timeout_s=_CLEAN_UP_S)
-            except PushError:
-                return  # what went wrong before is the one to tell
-
-        wait([self._threads.submit(call, url) for url in self._urls], timeout=_CLEAN_UP_S)
+    def _quietly(self, *calls: tuple[str, Mapping[str, Any]]) -> None:
+        """Make these calls, in order, at every engine, as far as it answers."""
+        wait([self._threads.submit(_talk, url, calls) for url in self._urls], timeout=_CLEAN_UP_S)
 
     def _left_s(self) -> float:
         left_s = self._deadline_s - time.monotonic()
@@ -202,32 +219,19 @@ def _named(version: str) -> dict[str, Any]:
     return {"new_version": version, "abort_all_requests": False}
 
 
-def _group(backend: str, store: PrefixStore, size: int, timeout: timedelta) -> Any:
-    """Rank 0's end. Blocks until all are there."""
-    if backend == "gloo":
-        return ProcessGroupGloo(store, 0, size, timeout)
-    from torch.distributed import ProcessGroupNCCL
-
-    options = ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return ProcessGroupNCCL(store, 0, size, options)
-
-
-def _buckets(weights: Mapping[str, Tensor], most_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """In order; a tensor that is larger than a bucket has one of its own."""
-    bucket: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in weights.items():
-        if bucket and size + tensor.nbytes > most_bytes:
-            yield bucket
-            bucket, size = {}, 0
-        bucket[name] = tensor
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
+def _talk(url: str, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+    """In order, whatever is refused. Ends when the engine does not answer; what went wrong before is what is told."""
+    give_up_at_s = time.monotonic() + _CLEAN_UP_S
+    for path, body in calls:
+        try:
+            _request(url + path, "POST", body, max(0.1, give_up_at_s - time.monotonic()))
+        except PushError as error:
+            if error.kind == "unreachable":
+                return
 
 
-def _request(url: str, method: str, body: Mapping[str, Any] | None, *, timeout_s: float) -> dict[str, Any]:
+def _request(url: str, method: str, body: Mapping[str, Any] | None, timeout_s: float) -> dict[str, Any]:
+    """Raises PushError: ``unreachable`` when there is no answer in time, ``refused``."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
     try:
@@ -237,9 +241,9 @@ def _request(url: str, method: str, body: Mapping[str, Any] | None, *, timeout_s
     except urllib.error.HTTPError as error:
         with error:
             said = error.read(2000).decode(errors="replace")
-        raise PushError(f"{url}: {error.code}: {said}") from None
-    except (OSError, ValueError) as error:
-        raise PushError(f"{url}: {error}") from None
+        raise PushError(f"{url}: {error.code}: {said}", kind="refused") from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise PushError(f"{url}: {error}", kind="unreachable") from None
     if isinstance(answer, dict) and answer.get("success") is False:
-        raise PushError(f"{url}: {answer.get('message')}")
+        raise PushError(f"{url}: {answer.get('message')}", kind="refused")
     return answer if isinstance(answer, dict) else {}

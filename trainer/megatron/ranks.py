@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -141,7 +141,7 @@ class RankedLearner:
             self._line.say("gather")
             return self._learner.published()
 
-    def outgoing(self, *, max_bytes: int, dtype: str | None = None) -> Iterator[Outgoing]:
+    def outgoing(self, *, max_bytes: int, dtype: str | None = None) -> Generator[Outgoing, None, None]:
         """As a learner's. Whoever stops half-way leaves nobody waiting: the rest is gathered and dropped."""
         with self._together():
             self._line.say("gather")

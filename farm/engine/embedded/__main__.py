@@ -23,7 +23,7 @@ _BODY_BYTES = 64 << 20
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m farm.engine.embedded", description=__doc__)
-    parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder of a Qwen3 or Qwen3-MoE model")
+    parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder: Qwen3, Qwen3-MoE or Llama")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=30000, help="0 picks a free one")
     parser.add_argument("--url-file", type=Path, help="written, by rename, once the server answers")

@@ -1,5 +1,5 @@
-"""Read ``config.json`` of a Hugging Face Qwen3 or Qwen3-MoE folder. Torch is not needed for it, so a wrong folder is
-told at once.
+"""Read ``config.json`` of a Hugging Face Qwen3, Qwen3-MoE or Llama folder. Torch is not needed for it, so a wrong
+folder is told at once.
 
 Transformers is not imported: it would double the server's start-up time. Whatever this server could not compute exactly
 (another architecture, scaled rope, sliding windows, biases) is refused here, by name, before anything starts.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM")
 
 
 class ModelFolderError(Exception):
@@ -22,7 +22,8 @@ class ModelFolderError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The shape of a Qwen3 or Qwen3-MoE decoder. ``experts`` is 0 for a dense model."""
+    """The shape of a Qwen3, Qwen3-MoE or Llama decoder. ``experts`` is 0 for a dense model; ``head_norms``: whether
+    queries and keys are normed head by head (Llama's are not)."""
 
     architecture: str
     vocab: int
@@ -37,6 +38,7 @@ class ModelConfig:
     tied: bool
     max_positions: int
     eos: tuple[int, ...]
+    head_norms: bool = True
     experts: int = 0
     experts_per_token: int = 0
     expert_intermediate: int = 0
@@ -88,8 +90,8 @@ def read_config(folder: Path) -> ModelConfig:
     architecture = (raw.get("architectures") or ["none named"])[0]
     if architecture not in ARCHITECTURES:
         raise ModelFolderError(f"{path}: architecture {architecture!r} is not one of {', '.join(ARCHITECTURES)}")
-    if raw.get("use_sliding_window") or raw.get("attention_bias"):
-        raise ModelFolderError(f"{path}: sliding windows and attention biases are not supported")
+    if any(raw.get(name) for name in ("use_sliding_window", "attention_bias", "mlp_bias", "rope_interleaved")):
+        raise ModelFolderError(f"{path}: sliding windows, biases and interleaved rope are not supported")
     if raw.get("hidden_act", "silu") != "silu":
         raise ModelFolderError(f"{path}: hidden_act {raw['hidden_act']!r} is not supported, only 'silu'")
     try:
@@ -114,6 +116,7 @@ def read_config(folder: Path) -> ModelConfig:
             tied=bool(raw.get("tie_word_embeddings", False)),
             max_positions=int(raw["max_position_embeddings"]),
             eos=_eos(raw, folder),
+            head_norms=architecture != "LlamaForCausalLM",
             experts=experts,
             experts_per_token=int(raw["num_experts_per_tok"]) if sparse else 0,
             expert_intermediate=int(raw["moe_intermediate_size"]) if sparse else 0,

@@ -1,4 +1,4 @@
-"""Qwen3 and Qwen3-MoE decoders in float32, over a batch that mixes prefill chunks and single decode tokens.
+"""Qwen3, Qwen3-MoE and Llama decoders in float32, over a batch that mixes prefill chunks and single decode tokens.
 
 The tokens of a step are flat: ``[T]`` ids, each with its row of the KV store and its position. Linear layers see all T
 at once, which is where batching pays. Attention has two shapes: all decode tokens together against the first rows of
@@ -111,7 +111,7 @@ class _Sparse:
 @dataclass(frozen=True, slots=True)
 class _Layer:
     qkv: torch.Tensor  # [hidden, (heads + 2 * kv_heads) * head_dim], behind the input norm
-    qk_norm: torch.Tensor  # [heads + kv_heads, head_dim]
+    qk_norm: torch.Tensor  # [heads + kv_heads, head_dim]; of a model without, the softmax scale and ones
     out: torch.Tensor  # [heads * head_dim, hidden]
     mlp: _Dense | _Sparse  # behind the post-attention norm
 
@@ -141,8 +141,8 @@ class Weights:
         c = self.config
         p = f"model.layers.{n}."
         kv = c.kv_heads * c.head_dim
-        q_norm = _interleaved(self._take(p + "self_attn.q_norm.weight", c.head_dim), 1) * c.head_dim**-0.5
-        k_norm = _interleaved(self._take(p + "self_attn.k_norm.weight", c.head_dim), 1)
+        q_norm = self._head_norm(p + "self_attn.q_norm.weight") * c.head_dim**-0.5
+        k_norm = self._head_norm(p + "self_attn.k_norm.weight")
         projections = [
             _interleaved(self._take(p + "self_attn.q_proj.weight", c.heads * c.head_dim, c.hidden), c.heads),
             _interleaved(self._take(p + "self_attn.k_proj.weight", kv, c.hidden), c.kv_heads),
@@ -159,6 +159,10 @@ class Weights:
                 else self._dense(p + "mlp.", mlp_norm, c.intermediate)
             ),
         )
+
+    def _head_norm(self, name: str) -> torch.Tensor:
+        width = self.config.head_dim
+        return _interleaved(self._take(name, width), 1) if self.config.head_norms else torch.ones(width)
 
     def _dense(self, p: str, norm: torch.Tensor, width: int) -> _Dense:
         hidden = self.config.hidden
@@ -224,7 +228,8 @@ class Decoder:
         hidden = weights.embed[batch.ids]
         for n, layer in enumerate(weights.layers):
             qkv = torch.mm(self._normed(hidden), layer.qkv).view(total, -1, c.head_dim)
-            qk = self._normed(qkv[:, :keys_end]).mul_(layer.qk_norm)
+            qk = qkv[:, :keys_end]
+            qk = self._normed(qk).mul_(layer.qk_norm) if c.head_norms else qk * layer.qk_norm
             pairs = torch.view_as_complex(qk.view(total, keys_end, -1, 2))
             qk = torch.view_as_real(pairs * turns).view(total, keys_end, c.head_dim)
             keys, values = store.keys[n], store.values[n]

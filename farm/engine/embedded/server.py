@@ -33,6 +33,7 @@ _NOT_FLUSHED = (
 _SESSION_OPEN = "a weight-update session is already open; call end_weight_update() first"
 _NO_SESSION = "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
 _NO_SESSION_TO_END = "no weight-update session is open; call begin_weight_update() first"
+_MODEL_TYPES = {"Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe", "LlamaForCausalLM": "llama"}
 _TURNS_BETWEEN_STEPS = 3  # socket readable -> parsed -> handler runs -> request queued
 
 
@@ -97,6 +98,8 @@ class EngineServer:
             eos=config.eos,
         )
         self._answers: dict[str, asyncio.Future[Request]] = {}
+        self._held: list[tuple[Request, asyncio.Future[Request]]] = []  # what came during a pause
+        self._still: tuple[dict[str, Any], bytes] | None = None  # load and metrics as they were when it began
         self._open = asyncio.Event()  # closed while weights are updated on an engine that is not paused
         self._open.set()
         self._idle = asyncio.Event()
@@ -159,15 +162,21 @@ class EngineServer:
             if not self._open.is_set():
                 await self._open.wait()
             self._idle.clear()
-            self._scheduler.submit(
-                wire.make_request(body, rid=rid, seed=secrets.randbits(63), arrived_s=arrived, on_finish=self._finished)
+            self._take(
+                wire.make_request(
+                    body,
+                    rid=rid,
+                    seed=secrets.randbits(63),
+                    arrived_s=arrived,
+                    on_finish=lambda done: self._finished(done, answer),
+                ),
+                answer,
             )
-            self._loop.wake()
             request = await answer
         except QueueFullError:
             return _error("The request queue is full.", 503)
         except asyncio.CancelledError:
-            # The client has gone: as in SGLang, nobody waits for these tokens any more.
+            # The client has gone: nobody waits for these tokens any more. What a pause holds back runs all the same.
             self._scheduler.abort_exactly(rid)
             raise
         finally:
@@ -181,10 +190,22 @@ class EngineServer:
         epoch_s = time.time() - time.perf_counter()
         return _json(wire.write_answer(body, request, text=text, epoch_s=epoch_s))
 
-    def _finished(self, request: Request) -> None:
+    def _take(self, request: Request, answer: asyncio.Future[Request]) -> None:
+        """Give the scheduler a request. As in SGLang, what comes during a pause waits before the scheduler: it is in no
+        count, no abort reaches it, and the queue's limit meets it only after the pause."""
+        if self._scheduler.paused:
+            self._held.append((request, answer))
+            return
+        try:
+            self._scheduler.submit(request)
+        except QueueFullError as error:
+            if not answer.done():
+                answer.set_exception(error)
+        self._loop.wake()
+
+    def _finished(self, request: Request, answer: asyncio.Future[Request]) -> None:
         self._metrics.observe(request)
-        answer = self._answers.get(request.rid)
-        if answer is not None and not answer.done():
+        if not answer.done():
             answer.set_result(request)
 
     async def _abort(self, http: web.BaseRequest) -> web.Response:
@@ -202,6 +223,8 @@ class EngineServer:
         mode = (await _body(http)).get("mode", "abort")
         if mode not in ("abort", "retract", "in_place"):
             raise wire.BadRequestError(f"mode must be abort, retract or in_place, got {mode!r}")
+        if not self._scheduler.paused:
+            self._still = (self._load(), self._metrics.text())
         self._scheduler.paused = True
         if mode == "abort":
             self._scheduler.abort(None)
@@ -212,6 +235,10 @@ class EngineServer:
     async def _continue(self, http: web.BaseRequest) -> web.Response:
         await http.read()
         self._scheduler.paused = False
+        self._still = None
+        held, self._held = self._held, []
+        for request, answer in held:
+            self._take(request, answer)
         self._loop.wake()
         return _json({"message": "Generation continued successfully.", "status": "ok"})
 
@@ -330,7 +357,7 @@ class EngineServer:
         return web.Response(status=503 if self._scheduler.paused else 200)
 
     async def _model_info(self, http: web.BaseRequest) -> web.Response:
-        model_type = "qwen3_moe" if self._config.experts else "qwen3"
+        model_type = _MODEL_TYPES[self._config.architecture]
         return _json(
             {
                 "model_path": self._model_path,
@@ -379,10 +406,14 @@ class EngineServer:
         )
 
     async def _loads(self, http: web.BaseRequest) -> web.Response:
+        load = self._load() if self._still is None else self._still[0]
+        return _json({"timestamp": time.time(), "version": VERSION, "loads": [load]})
+
+    def _load(self) -> dict[str, Any]:
         s, limits = self._scheduler, self._limits
         used = s.running_tokens
         counters = s.counters
-        load = {
+        return {
             "timestamp": time.time(),
             "dp_rank": 0,
             "num_running_reqs": s.running,
@@ -402,12 +433,10 @@ class EngineServer:
                 "prealloc_ready": 0,
             },
         }
-        return _json({"timestamp": time.time(), "version": VERSION, "loads": [load]})
 
     async def _metrics_text(self, http: web.BaseRequest) -> web.Response:
-        return web.Response(
-            body=self._metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
-        )
+        text = self._metrics.text() if self._still is None else self._still[1]
+        return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     def _throughput(self) -> float:
         """Tokens/s sampled since the last question that was at least a second ago; 0 when idle."""

@@ -7,7 +7,7 @@ here blocks, for ``TIMEOUT_S`` at most, and belongs into a thread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -49,7 +49,8 @@ class WeightGroups:
 
     def receive(self, body: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """The tensors ``names`` of ``dtypes`` and ``shapes``, each by one broadcast from rank 0, in order. Raises
-        WeightGroupError."""
+        WeightGroupError, also when they are not those of ``checksum``, where that is given (SGLang has no such field
+        and passes it over)."""
         name = str(body.get("group_name", "weight_update_group"))
         group = self._groups.get(name)
         if group is None:
@@ -71,6 +72,9 @@ class WeightGroups:
             raise WeightGroupError(f"{error.args[0]} is missing") from None
         except (ValueError, TypeError, AttributeError, RuntimeError) as error:
             raise WeightGroupError(f"Failed to update parameter online: {_first_line(error)}.") from None
+        expected = body.get("checksum")
+        if expected is not None and (found := checksum(tensors.values())) != expected:
+            raise WeightGroupError(f"Failed to update parameter online: checksum {found}, sent was {expected}.")
         return tensors
 
     def leave(self, body: Mapping[str, Any]) -> None:
@@ -78,6 +82,18 @@ class WeightGroups:
         name = str(body.get("group_name", "weight_update_group"))
         if self._groups.pop(name, None) is None:
             raise WeightGroupError("The group to be destroyed does not exist.")
+
+
+def checksum(tensors: Iterable[torch.Tensor]) -> str:
+    """As ``trainer.megatron.buckets.checksum`` has it: over all 32-bit words ``w``, the sum of
+    ``(w + 1) * odd(position)`` modulo 2^64."""
+    words = []
+    for tensor in tensors:
+        raw = tensor.contiguous().view(-1).view(torch.uint8)
+        words.append(torch.cat([raw, raw.new_zeros(-raw.numel() % 4)]).view(torch.int32).to(torch.int64))
+    every = torch.cat(words)
+    factors = (torch.arange(len(every)) * 0x1E3779B97F4A7C15).bitwise_or_(1)
+    return f"{int(((every + 1) * factors).sum()) % (1 << 64):016x}"
 
 
 def _first_line(error: Exception) -> str:
