@@ -77,6 +77,12 @@ def main() -> None:
     """Tasks in, trajectories out: an elastic farm of agent episodes in sandboxes."""
 
 
+_CLUSTER = click.option(
+    "--cluster", metavar="KIND|ADDRESS",
+    help="local, ssh, slurm, kubernetes, or the address of a scheduler (tls://HOST:PORT). Default: local.",
+)  # fmt: skip
+
+
 def _engine_options(command: Callable[P, R]) -> Callable[P, R]:
     """``--engines`` and ``--launch-engines``, for whatever starts a farm."""
     command = click.option(
@@ -90,6 +96,7 @@ def _engine_options(command: Callable[P, R]) -> Callable[P, R]:
 
 
 @main.command()
+@_CLUSTER
 @click.option("--workers", metavar="N|MIN:MAX", help="Workers to keep, or the range to scale in. Default: 2.")
 @click.option("--run", "run_path", type=click.Path(path_type=Path), default=Path("run"), show_default=True,
               help="Run folder; one that exists goes on.")  # fmt: skip
@@ -100,6 +107,7 @@ def _engine_options(command: Callable[P, R]) -> Callable[P, R]:
 @click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one value; repeatable.")
 @one_line_errors
 def up(
+    cluster: str | None,
     workers: str | None,
     run_path: Path,
     config_path: Path | None,
@@ -113,7 +121,7 @@ def up(
 
     Start a trainer on the same run folder to learn from them."""
     overrides: dict[str, dict[str, Any]] = {
-        "cluster": {"workers": workers},
+        "cluster": _cluster(cluster, workers),
         "engine": _engines(engines, launch_engines),
         "policy": {"base": _absolute(policy)},
         "rollout": {"tasks": tasks},
@@ -127,6 +135,7 @@ def up(
 @click.option("--attempts", type=click.IntRange(1, 1024), default=1, show_default=True, help="Attempts per task.")
 @click.option("--policy", type=click.Path(path_type=Path), help="Hugging Face model folder. Default: the shipped one.")
 @click.option("--agent", help="bash, external, oracle or null. Default: bash.")
+@_CLUSTER
 @click.option("--workers", metavar="N|MIN:MAX", help="Default: 2.")
 @click.option("--limit", type=click.IntRange(min=1), help="Only the first N tasks.")
 @click.option("--run", "run_path", type=click.Path(path_type=Path), help="Run folder. Default: a new one under runs/.")
@@ -139,6 +148,7 @@ def rollout(
     attempts: int,
     policy: Path | None,
     agent: str | None,
+    cluster: str | None,
     workers: str | None,
     limit: int | None,
     run_path: Path | None,
@@ -149,7 +159,7 @@ def rollout(
 ) -> None:
     """Run every task a fixed number of times and print what came out."""
     overrides: dict[str, dict[str, Any]] = {
-        "cluster": {"workers": workers},
+        "cluster": _cluster(cluster, workers),
         "engine": _engines(engines, launch_engines),
         "agent": {"name": agent},
         "policy": {"base": _absolute(policy)},
@@ -500,6 +510,13 @@ def _status(run_path: Path) -> tuple[RunFolder, dict[str, Any]]:
     if record["state"] in {"starting", "running", "draining", "stopping"} and farm_process(record) is None:
         record["state"] = "dead"
     return run, record
+
+
+def _cluster(text: str | None, workers: str | None) -> dict[str, Any]:
+    """What the options say of the cluster."""
+    from farm.config import cluster_overrides
+
+    return {**cluster_overrides(text), "workers": workers}
 
 
 def _engines(urls: tuple[str, ...], launch: int | None) -> dict[str, Any]:
