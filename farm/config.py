@@ -31,8 +31,8 @@ class _Section(BaseModel):
 
 class SshConfig(_Section):
     """For ``cluster.kind = "ssh"``. ``hosts``: as the program ``ssh`` takes them ([USER@]HOST, or a name of its
-    configuration); ``options``: more arguments for it, for example ["-p", "2222"]; ``workers_per_host``: at most so many
-    on each. What ssh knows of users, keys, agents, jump hosts and host keys holds here too; it may ask nothing."""
+    configuration); ``options``: more arguments for it, for example ["-p", "2222"]; ``workers_per_host``: at most so
+    many on each. What ssh knows of users, keys, agents, jump hosts and host keys holds here too; it may ask nothing."""
 
     hosts: tuple[str, ...] = ()
     options: tuple[str, ...] = ()

@@ -35,8 +35,8 @@ def _resolve(host: str) -> str:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
         raise UsageError(
-            f"cluster.host {host!r}: no such address ({error.strerror}); give this machine's name or address, as workers "
-            "reach it"
+            f"cluster.host {host!r}: no such address ({error.strerror}); give this machine's name or address, as "
+            "workers reach it"
         ) from None
 
 

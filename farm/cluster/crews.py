@@ -1,7 +1,7 @@
 """Who starts and ends the workers of a cluster. Each crew goes towards a wanted number, step by step.
 
-None of them ends a worker that may hold an episode: the scheduler's plan (:class:`farm.cluster.on_scheduler.FarmPlugin`)
-drains the surplus, and only what it calls empty is closed (Rule 8).
+None of them ends a worker that may hold an episode: the scheduler's plan (:mod:`farm.cluster.on_scheduler`) drains the
+surplus, and only what it calls empty is closed (Rule 8).
 """
 
 from __future__ import annotations

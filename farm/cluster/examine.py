@@ -1,7 +1,7 @@
 """What a worker's host must have, looked at on that host before it takes an attempt (Rule 11).
 
-Each finding is one ``UsageError`` line that names the host. The storage is tried for what the trajectory log needs of it:
-the same path, the same content, writable, hard links.
+Each finding is one ``UsageError`` line that names the host. The storage is tried for what the trajectory log needs of
+it: the same path, the same content, writable, hard links.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def check_software(farm: Mapping[str, str], here: Mapping[str, str], *, where: s
             found = ".".join(found.split(".")[:2])
         if found != wanted:
             raise UsageError(
-                f"{where}: has {name} {found}, the farm has {wanted}; install the same on both (cluster.python names the "
-                "interpreter of a worker's host)"
+                f"{where}: has {name} {found}, the farm has {wanted}; install the same on both (cluster.python names "
+                "the interpreter of a worker's host)"
             )
 
 
@@ -104,8 +104,8 @@ def _check_storage(expected: Expected, where: str) -> None:
         os.link(mine, link)
     except OSError as error:
         raise UsageError(
-            f"{where}: can't write and hard-link in {probe.parent} as uid {os.getuid()} ({error.strerror}); workers need "
-            "the run folder writable, on storage with hard links (a local file system, NFS, Lustre, CephFS)"
+            f"{where}: can't write and hard-link in {probe.parent} as uid {os.getuid()} ({error.strerror}); workers "
+            "need the run folder writable, on storage with hard links (a local file system, NFS, Lustre, CephFS)"
         ) from None
     finally:
         for path in (mine, link):

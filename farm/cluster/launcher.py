@@ -1,9 +1,10 @@
 """Who starts and ends workers on other hosts: one Protocol, one file per kind, one line per kind in the table.
 
-The farm decides how many workers there are and which of them may go (:mod:`farm.cluster.roster`, pure); a launcher only
-starts, looks and ends. The scheduler runs in the farm's own process and takes TLS connections only, with a certificate
-made for this start. A worker is one process, ``python -m farm.cluster.worker``, and gets everything that it must know in
-one :class:`~farm.cluster.ticket.Ticket`; it examines its host before it joins, and ends by itself when its farm is gone.
+The farm decides how many workers there are and which of them may go (:mod:`farm.cluster.roster`, pure); a launcher
+only starts, looks and ends. The scheduler runs in the farm's own process and takes TLS connections only, with a
+certificate made for this start. A worker is one process, ``python -m farm.cluster.worker``, and gets everything that it
+must know in one :class:`~farm.cluster.ticket.Ticket`; it examines its host before it joins, and ends by itself when its
+farm is gone.
 """
 
 from __future__ import annotations
@@ -19,13 +20,12 @@ from typing import Any, Protocol
 from farm.cluster.ticket import Ticket
 from farm.config import ClusterConfig
 
-
 REFUSED = 2  # exit code of a worker that found something wrong with its host
 
 
 class Phase(StrEnum):
-    """``WAITING``: asked for, not begun (a queued or requeued job, a pending pod). ``RUNNING``: its process is there, as
-    far as one can tell. ``ENDED``: it is gone, and stays listed until it is forgotten by ``stop``."""
+    """``WAITING``: asked for, not begun (a queued or requeued job, a pending pod). ``RUNNING``: its process is there,
+    as far as one can tell. ``ENDED``: it is gone, and stays listed until it is forgotten by ``stop``."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -46,8 +46,9 @@ class WorkerState:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
     """What a launcher is made from. ``label`` is the same for every start on one run folder, so that what a dead farm
-    left (queued jobs, pods) can be found and ended; ``logs``: where what workers say may be kept; ``folder`` is the launcher's own, in the run folder (on storage that
-    all hosts share), mode 0700, removed with the farm. What is secret may be written there with mode 0600, nowhere else."""
+    left (queued jobs, pods) can be found and ended; ``logs``: where what workers say is kept; ``folder`` is the
+    launcher's own, in the run folder (on storage that all hosts share), mode 0700, removed with the farm. What is
+    secret may be written there with mode 0600, nowhere else."""
 
     config: ClusterConfig
     ticket: Ticket

@@ -130,8 +130,8 @@ async def _plan_for(opened: OpenCluster, config: ClusterConfig) -> None:
         await opened.client.register_plugin(FarmPlugin())
     except (ImportError, AttributeError) as error:
         raise UsageError(
-            f"cluster.address {config.address!r}: the scheduler has no rollout-farm like this one ({error}); install it "
-            "there as it is here"
+            f"cluster.address {config.address!r}: the scheduler has no rollout-farm like this one ({error}); install "
+            "it there as it is here"
         ) from None
 
 
@@ -290,8 +290,8 @@ async def _start_scheduler(config: ClusterConfig, security: Security) -> Schedul
     except OSError as error:
         await scheduler.close()
         raise UsageError(
-            f"cluster.host {host!r}: can't listen there on port {config.port} ({error.strerror}); it must be an address "
-            "of this machine that the workers reach, and the port free (0: any)"
+            f"cluster.host {host!r}: can't listen there on port {config.port} ({error.strerror}); it must be an "
+            "address of this machine that the workers reach, and the port free (0: any)"
         ) from None
 
 
@@ -305,7 +305,7 @@ def _environment(names: tuple[str, ...]) -> dict[str, str]:
 def _write_probe(folder: Path) -> tuple[Path, str]:
     """A file that only this start of the farm can have written."""
     text = secrets.token_hex(16)
-    probe = folder / f"probe-{text[:8]}"
+    probe = folder.absolute() / f"probe-{text[:8]}"
     probe.write_text(text)
     return probe, text
 

@@ -27,8 +27,8 @@ class RosterRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roster:
-    """``has_joined``: of the workers that are known, those that have been there. ``alone_since_s``: since when a running
-    one is not; ``joined_since_s``: since when one is.
+    """``has_joined``: of the workers that are known, those that have been there. ``alone_since_s``: since when a
+    running one is not; ``joined_since_s``: since when one is.
 
     ``failures`` in a row; nothing is asked for before ``not_before_s``. ``last_failure``: for people."""
 

@@ -35,7 +35,7 @@ SETTINGS: Mapping[str, Any] = {
 
 
 def apply_settings() -> None:
-    """In this process. Dask's own loggers are silenced: losses are events here, and are told in the farm's own words."""
+    """In this process. Dask's loggers are silenced: losses are events here, and are told in the farm's own words."""
     dask.config.set(SETTINGS)
     for name in _NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.CRITICAL)

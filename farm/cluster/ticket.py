@@ -42,8 +42,8 @@ class Expected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:
-    """``scheduler``: tls://HOST:PORT. ``slots``: episodes at once. ``environment``: variables for the worker. ``leave_s``:
-    what running episodes get to end when the worker is told to go (SIGTERM), before they are given up."""
+    """``scheduler``: tls://HOST:PORT. ``slots``: episodes at once. ``environment``: variables for the worker.
+    ``leave_s``: what running episodes get to end when it is told to go (SIGTERM), before they are given up."""
 
     scheduler: str
     slots: int

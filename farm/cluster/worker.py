@@ -1,9 +1,9 @@
 """The process of a launched worker: ``python -m farm.cluster.worker --ticket FILE|- --name NAME``.
 
 It examines its host, joins, works, and ends by itself: when the farm closes it, when the connection to the scheduler is
-lost (its farm is dead or cut off; Dask does not reconnect), or when standard input ends (ticket "-", so with the ssh that
-started it). Told by SIGTERM to go (a preempted job, a deleted pod), it takes nothing new, gives what runs ``leave_s``
-seconds, and ends. Exit code 0; 2 and one line when the host or the ticket is not fit.
+lost (its farm is dead or cut off; Dask does not reconnect), or when standard input ends (ticket "-", so with the ssh
+that started it). Told by SIGTERM to go (a preempted job, a deleted pod), it takes nothing new, gives what runs
+``leave_s`` seconds, and ends. Exit code 0; 2 and one line when the host or the ticket is not fit.
 
 In all of these what still runs is cancelled and its sandboxes are closed first; a thread sees to it that the process is
 gone ``_END_S`` seconds later even if that hangs.
@@ -71,8 +71,8 @@ def _read_ticket(place: str) -> Ticket:
             return Ticket.from_json(Path(place).read_text(encoding="utf-8"))
         except OSError as error:
             raise UsageError(
-                f"{socket.gethostname()}: can't read {place} ({error.strerror}); the run folder must be on storage that all "
-                "hosts mount under the same path, for the same user"
+                f"{socket.gethostname()}: can't read {place} ({error.strerror}); the run folder must be on storage "
+                "that all hosts mount under the same path, for the same user"
             ) from None
     return Ticket.from_json(sys.stdin.buffer.readline(_TICKET_BYTES).decode("utf-8", errors="replace"))
 
@@ -95,8 +95,9 @@ def _check_scheduler(ticket: Ticket) -> None:
         ) from None
     except OSError as error:
         raise UsageError(
-            f"{socket.gethostname()}: can't reach the farm's scheduler at {ticket.scheduler} ({error}); set cluster.host to "
-            "an address of the farm's machine that this host reaches, and cluster.port to one that the firewall lets pass"
+            f"{socket.gethostname()}: can't reach the farm's scheduler at {ticket.scheduler} ({error}); set "
+            "cluster.host to an address of the farm's machine that this host reaches, cluster.port to one that the "
+            "firewall lets pass"
         ) from None
 
 
@@ -166,7 +167,7 @@ def _in_background(function: Callable[..., None], *arguments: object) -> None:
 
 
 def _wait_for_end_of_input(tell: Callable[[], object]) -> None:
-    while sys.stdin.buffer.read1(4096):
+    while sys.stdin.buffer.readline(4096):
         pass
     tell()
 

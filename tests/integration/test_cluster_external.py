@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import shutil
 import subprocess
@@ -63,7 +64,8 @@ def attempt(index: int) -> Attempt:
 def scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterConfig]:
     """A scheduler and one worker of 4 slots, each a process of its own."""
     (tmp_path / "external_test_runner.py").write_text(RUNNER)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    before = os.environ.get("PYTHONPATH")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{before}" if before else str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
     subprocess.run(["bash", "-ec", OPENSSL], cwd=tmp_path, check=True, capture_output=True)
     tls = ["--tls-ca-file", "ca.pem", "--tls-cert", "cert.pem", "--tls-key", "key.pem"]
@@ -110,7 +112,11 @@ def test_work_on_a_scheduler_of_others_over_tls(scheduler: ClusterConfig) -> Non
     async def main() -> None:
         for _ in range(2):  # the second farm finds everything as the first one left it
             cluster = await start_cluster(
-                scheduler, workers=1, runner="external_test_runner:Runner", options={}, scratch=Path()
+                scheduler,
+                workers=1,
+                runner="external_test_runner:Runner",
+                options={},
+                scratch=Path(scheduler.tls_ca).parent,
             )
             try:
                 async with asyncio.timeout(60):
