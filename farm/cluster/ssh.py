@@ -204,6 +204,8 @@ def explain(host: str, code: int, said: str) -> str:
     where = f"cluster.ssh.hosts {host!r}"
     if code == REFUSED and last.startswith("farm: "):
         return f"{where}: {last.removeprefix('farm: ')}"
+    if code == _SSH_FAILED and not lines:
+        return f"{where}: the connection broke"
     if code == _SSH_FAILED:
         advice = next(
             (advice for text, advice in _ADVICE if any(text in line for line in lines)), f"try: ssh {host} true"

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import psutil
+from net_hosts import NetHosts
 
 SSHD = "/usr/sbin/sshd"
 _START_S = 20.0
@@ -44,12 +45,14 @@ Host {name}
 
 
 class SshHosts:
-    """Use as a context manager. ``options``: for ``cluster.ssh.options``, so that ssh knows the hosts by name."""
+    """Use as a context manager. ``options``: for ``cluster.ssh.options``, so that ssh knows the hosts by name. ``net``:
+    the hosts' own networks, by default they are all on loopback."""
 
-    def __init__(self, folder: Path, *names: str, address: str = "127.0.0.1") -> None:
+    def __init__(self, folder: Path, *names: str, net: NetHosts | None = None) -> None:
         self.folder = folder
         self.names = names
-        self.address = address
+        self._net = net
+        self._addresses = dict.fromkeys(names, "127.0.0.1") if net is None else net.addresses
         self.ports: dict[str, int] = {}
         self._servers: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -67,13 +70,12 @@ class SshHosts:
         key = " ".join((self.folder / "host_key.pub").read_text().split()[:2])
         lines, known = [], []
         for name in self.names:
-            with socket.socket() as probe:
-                probe.bind((self.address, 0))
-                self.ports[name] = port = probe.getsockname()[1]
-            values = {"name": name, "address": self.address, "port": port, "folder": self.folder}
+            self.ports[name] = port = 22 if self._net else _free_port()
+            address = self._addresses[name]
+            values = {"name": name, "address": address, "port": port, "folder": self.folder}
             (self.folder / f"{name}.conf").write_text(_SSHD_CONFIG.format(**values))
             lines.append(_SSH_CONFIG.format(**values))
-            known.append(f"[{self.address}]:{port} {key}\n")
+            known.append(f"{address if port == 22 else f'[{address}]:{port}'} {key}\n")
         (self.folder / "ssh_config").write_text("".join(lines))
         (self.folder / "known_hosts").write_text("".join(known))
         for name in self.names:
@@ -86,11 +88,12 @@ class SshHosts:
 
     def start(self, name: str) -> None:
         config = str(self.folder / f"{name}.conf")
-        self._servers[name] = subprocess.Popen([SSHD, "-D", "-f", config], start_new_session=True)
+        inside = self._net.inside(name) if self._net else []
+        self._servers[name] = subprocess.Popen([*inside, SSHD, "-D", "-f", config], start_new_session=True)
         give_up_at = time.monotonic() + _START_S
         while True:
             with socket.socket() as probe:
-                if not probe.connect_ex((self.address, self.ports[name])):
+                if not probe.connect_ex((self._addresses[name], self.ports[name])):
                     return
             assert time.monotonic() < give_up_at, f"sshd of {name} does not listen"
             time.sleep(0.05)
@@ -102,6 +105,10 @@ class SshHosts:
             return []
         me = psutil.Process(server.pid)
         return [me, *me.children(recursive=True)]
+
+    def workers(self, name: str) -> list[psutil.Process]:
+        """The processes of a farm's workers on the host."""
+        return [process for process in self.processes(name) if "farm.cluster.worker" in _command(process)]
 
     def kill(self, name: str) -> None:
         """The host dies: its server and everything that runs below it, at once."""
@@ -115,3 +122,17 @@ class SshHosts:
 
     def _run(self, *command: str) -> None:
         subprocess.run(command, check=True, capture_output=True)
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
