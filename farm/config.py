@@ -224,9 +224,12 @@ class EnginePoolConfig(_Section):
     servers by ``command``, each on ``gpus_per_engine`` GPUs of its own (0: on the CPU); "sglang" uses the servers at
     ``urls``, which somebody else runs.
 
-    ``max_total_tokens`` is the KV budget of one engine, in tokens, for those that are told it."""
+    ``host``: the address of this machine that engines started here listen on; workers elsewhere need one that they
+    reach, and engines have no password, so it must be closed to others. ``max_total_tokens`` is the KV budget of one
+    engine, in tokens, for those that are told it."""
 
     kind: Literal["embedded", "launch", "sglang"] = "embedded"
+    host: str = "127.0.0.1"
     count: int = Field(default=1, ge=1, le=64)
     urls: tuple[str, ...] = ()
     command: tuple[str, ...] = SGLANG_COMMAND
@@ -259,6 +262,13 @@ class EnginePoolConfig(_Section):
             )
         return self
 
+    @field_validator("host")
+    @classmethod
+    def _one_address(cls, host: str) -> str:
+        if host in {"", "0.0.0.0", "::", "*"}:
+            raise ValueError(f"host {host!r}: must be one address, which engines listen on and workers call")
+        return host
+
     @field_validator("command")
     @classmethod
     def _placeholders(cls, command: tuple[str, ...]) -> tuple[str, ...]:
@@ -277,7 +287,8 @@ class EnginePoolConfig(_Section):
 
 # What named pools have of [engine] where they don't say it themselves.
 _SHARED_BY_POOLS = (
-    "command", "gpus_per_engine", "max_total_tokens", "context_length", "max_running_requests", "start_timeout_s",
+    "host", "command", "gpus_per_engine", "max_total_tokens", "context_length", "max_running_requests",
+    "start_timeout_s",
 )  # fmt: skip
 
 

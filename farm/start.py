@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 # Keys of [engine] that say where engines are; the others say what they must be.
-_WHERE_ENGINES_ARE = ("kind", "count", "urls", "command", "gpus_per_engine", "start_timeout_s", "pools")
+_WHERE_ENGINES_ARE = ("kind", "host", "count", "urls", "command", "gpus_per_engine", "start_timeout_s", "pools")
 
 
 def open_run(path: Path, config: FarmConfig) -> RunFolder:

@@ -12,6 +12,17 @@ _SOMEWHERE = "192.0.2.1"  # an address that is nobody's (RFC 5737): the way ther
 _SSH_S = 10.0
 
 
+def cluster_address(config: ClusterConfig) -> str:
+    """Where the scheduler of ``config`` is, as an IP address. On loopback, all workers are on this machine."""
+    match config.kind:
+        case "local":
+            return "127.0.0.1"
+        case "join":
+            return _resolve(config.address.partition("://")[2].rpartition(":")[0].strip("[]"), "cluster.address")
+        case _:
+            return own_address(config)
+
+
 def own_address(config: ClusterConfig) -> str:
     """``cluster.host`` as an address, or else the one that this machine has on the way to the first ssh host, or on its
     default route. Raises ``UsageError`` when there is none."""
@@ -30,13 +41,13 @@ def own_address(config: ClusterConfig) -> str:
         ) from None
 
 
-def _resolve(host: str) -> str:
+def _resolve(host: str, key: str = "cluster.host") -> str:
     try:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
         raise UsageError(
-            f"cluster.host {host!r}: no such address ({error.strerror}); give this machine's name or address, as "
-            "workers reach it"
+            f"{key} {host!r}: no such address ({error.strerror}); give the machine's name or address as workers "
+            "reach it"
         ) from None
 
 

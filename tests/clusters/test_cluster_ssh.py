@@ -1,4 +1,4 @@
-"""Farms on hosts that ssh reaches: hosts that die and come back, a farm that dies, workers that come and go, and all that
+"""Farms on hosts that ssh reaches: hosts and farms that die and come back, workers that come and go, and all that
 can be wrong with a host before a start."""
 
 from __future__ import annotations
