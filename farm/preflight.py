@@ -68,9 +68,7 @@ def prepare(config: FarmConfig) -> Prepared:
                 f"renderer.name {config.renderer.name!r} takes no messages, agent 'external' sends them: use chat"
             )
         _check_engines(config.engine)
-        _check_engines_are_reached(config)
-    _check_port(config.cluster)
-    _check_scheduler(config.cluster.address)
+    check_cluster(config)
     tasks = load_tasks(config.rollout.tasks, limit=config.rollout.limit)
     make_grader(config.grader.name)
     _check_parsers(tasks, config.grader.name)
@@ -183,6 +181,14 @@ def check_engine(url: str, *, where: str) -> None:
         raise UsageError(
             f"{where}: {url}: no SGLang server answers there ({error}); start it, or correct the address"
         ) from None
+
+
+def check_cluster(config: FarmConfig) -> None:
+    """What can be told of the cluster from here: the address and port of its scheduler, and the way to the engines."""
+    if needs_engine(config):
+        _check_engines_are_reached(config)
+    _check_port(config.cluster)
+    _check_scheduler(config.cluster.address)
 
 
 def _check_engines_are_reached(config: FarmConfig) -> None:

@@ -64,11 +64,12 @@ def check_software(farm: Mapping[str, str], here: Mapping[str, str], *, where: s
             )
 
 
-def examine(expected: Expected) -> None:
-    """Everything, on this host. Raises ``UsageError``. Blocks, at most about a minute."""
+def examine(expected: Expected, *, patience_s: float = _SHARED_S) -> None:
+    """Everything, on this host. Raises ``UsageError``. Blocks, at most about a minute; ``patience_s`` of it for a
+    shared file to show."""
     where = socket.gethostname()
     check_software(expected.software, software(), where=where)
-    _check_storage(expected, where)
+    _check_storage(expected, where, patience_s)
     _check_sandboxes(expected, where)
     check_engines(expected.engines)
 
@@ -86,9 +87,9 @@ def check_engines(urls: tuple[str, ...]) -> None:
             ) from None
 
 
-def _check_storage(expected: Expected, where: str) -> None:
+def _check_storage(expected: Expected, where: str, patience_s: float) -> None:
     probe = Path(expected.probe)
-    give_up_at = time.monotonic() + _SHARED_S
+    give_up_at = time.monotonic() + patience_s
     while (text := _read(probe)) != expected.probe_text:
         if time.monotonic() > give_up_at:
             what = "does not see" if text is None else "sees another file at"

@@ -5,12 +5,14 @@ Invariants (property tests):
 * A worker that has joined is never stopped here while its process is there: the scheduler drains it, closes it when it
   is empty, and then it ends by itself (Rule 8). Only one that runs and has not been joined for ``join_s`` is stopped.
 * Workers that are live or on their way never exceed what is wanted by a step of this roster.
-* After a failure fewer are asked for, and later: a farm whose hosts refuse does not hammer them. One that has stayed
-  joined for ``proven_s`` clears the memory of failures.
+* After a failure fewer are asked for, and later: a farm whose hosts refuse does not hammer them. A worker that joined
+  after the last failure and stayed for ``proven_s`` clears the memory of failures, and the loss of one that had stayed
+  so long is none: it is replaced at once.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -27,16 +29,19 @@ class RosterRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roster:
-    """``has_joined``: of the workers that are known, those that have been there. ``alone_since_s``: since when a
-    running one is not; ``joined_since_s``: since when one is.
+    """``has_joined``, ``proven``: of the workers that are known, those that have been there, and for long enough.
+    ``alone_since_s``: since when a running one is not there; ``joined_since_s``: since when one is.
 
-    ``failures`` in a row; nothing is asked for before ``not_before_s``. ``last_failure``: for people."""
+    ``failures`` in a row, the last at ``failed_at_s``; nothing is asked for before ``not_before_s``. ``last_failure``:
+    for people."""
 
     number: int = 0
     has_joined: frozenset[str] = frozenset()
+    proven: frozenset[str] = frozenset()
     alone_since_s: Mapping[str, float] = field(default_factory=dict)
     joined_since_s: Mapping[str, float] = field(default_factory=dict)
     failures: int = 0
+    failed_at_s: float = -math.inf
     not_before_s: float = 0.0
     last_failure: str = ""
 
@@ -72,16 +77,19 @@ def next_steps(roster: Roster, seen: Seen, rules: RosterRules, *, now_s: float) 
     failed = {name: state for name, state in ended.items() if _failed(state, name in roster.has_joined)}
     failed |= {name: replace(seen.states[name], message=f"did not join within {rules.join_s:g} s") for name in hung}
 
+    stayed = {name for name, since in joined_since.items() if now_s - since >= rules.proven_s}
+    if any(joined_since[name] > roster.failed_at_s for name in stayed):
+        roster = replace(roster, failures=0)
     roster = replace(
         roster,
         has_joined=joined | (roster.has_joined & seen.states.keys()),
+        proven=stayed | (roster.proven & seen.states.keys()),
         joined_since_s=joined_since,
         alone_since_s=alone_since,
     )
-    if any(now_s - since >= rules.proven_s for since in joined_since.values()):
-        roster = replace(roster, failures=0)
-    for name, state in failed.items():
-        roster = after_failure(roster, f"{name}: {state.message or 'it ended'}", rules, now_s=now_s)
+    told = [f"{name}: {state.message or 'it ended'}" for name, state in failed.items() if name not in roster.proven]
+    if told:  # many at once are one failure
+        roster = after_failure(roster, told[-1], rules, now_s=now_s)
 
     coming = len(waiting) + len(running - joined - hung)
     missing = seen.want - len(seen.live) - coming
@@ -103,6 +111,7 @@ def after_failure(roster: Roster, message: str, rules: RosterRules, *, now_s: fl
     return replace(
         roster,
         failures=roster.failures + 1,
+        failed_at_s=now_s,
         not_before_s=max(roster.not_before_s, now_s + delay_s),
         last_failure=message,
     )
