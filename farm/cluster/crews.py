@@ -103,14 +103,15 @@ class JoinedCrew:
     refusal = ""
     last_failure = ""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, ends: contextlib.AsyncExitStack) -> None:
         self._client = client
+        self._ends = ends
 
     async def reach(self, want: int, plan: PlanView) -> None:
         await retire(self._client, plan.empty_addresses)
 
     async def close(self) -> None:
-        return
+        await self._ends.aclose()
 
 
 class LaunchedCrew:

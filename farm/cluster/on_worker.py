@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import logging
 import signal
 import threading
 from collections.abc import Mapping
@@ -18,33 +19,53 @@ from distributed import Worker, get_worker
 from distributed.diagnostics.plugin import WorkerPlugin
 
 from farm.cluster import EpisodeRunner
+from farm.cluster.examine import examine
+from farm.cluster.ticket import Expected
 from farm.types import Attempt
 
 PLUGIN = "farm-episodes"
 _CLOSE_S = 20.0
 
+_log = logging.getLogger(__name__)
+
 
 class EpisodesPlugin(WorkerPlugin):
-    """Runs episodes on an own loop in a thread of the worker and knows them by key."""
+    """Runs episodes on an own loop in a thread of the worker and knows them by key.
+
+    Dask sets it up on every worker, also on those that join later, before it hands them a task. A worker on which that
+    fails would fail every attempt, so it is closed. ``expected``: what its host must have, for workers that somebody
+    else starts; launched ones have looked before they joined."""
 
     name = PLUGIN
 
-    def __init__(self, runner: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, runner: str, options: Mapping[str, Any], expected: Expected | None = None) -> None:
         self.runner_name = runner
         self.options = dict(options)
+        self.expected = expected
+        self.running: dict[str, asyncio.Task[Any]] = {}
+        self.loop: asyncio.AbstractEventLoop | None = None
 
-    def setup(self, worker: Worker) -> None:
+    async def setup(self, worker: Worker) -> None:
+        try:
+            if self.expected is not None:
+                await asyncio.to_thread(examine, self.expected)
+            self._start(worker)
+        except Exception as error:
+            _log.error("farm: %s; this worker ends", error)
+            worker.loop.add_callback(worker.close, reason="it is not fit for the farm")
+            raise
+
+    def _start(self, worker: Worker) -> None:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the driver, which drains
-        self.running: dict[str, asyncio.Task[Any]] = {}
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever, name="episodes", daemon=True)
-        self.thread.start()
         module, _, attribute = self.runner_name.partition(":")
         factory = getattr(importlib.import_module(module), attribute)
         self.runner: EpisodeRunner = factory(worker=str(worker.name), **self.options)
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, name="episodes", daemon=True).start()
 
     async def run(self, key: str, attempt: Attempt) -> tuple[str, Any]:
+        assert self.loop is not None
         done = asyncio.run_coroutine_threadsafe(self._tracked(key, attempt), self.loop)
         return await asyncio.wrap_future(done)
 
@@ -66,9 +87,12 @@ class EpisodesPlugin(WorkerPlugin):
             if (task := self.running.get(key)) is not None:
                 task.cancel()
 
-        self.loop.call_soon_threadsafe(stop)
+        if self.loop is not None:
+            self.loop.call_soon_threadsafe(stop)
 
     async def teardown(self, worker: Worker) -> None:
+        if self.loop is None:
+            return
         stop = asyncio.run_coroutine_threadsafe(self._stop(), self.loop)
         with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
             await asyncio.wait_for(asyncio.wrap_future(stop), timeout=_CLOSE_S / 2)

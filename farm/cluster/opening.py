@@ -56,9 +56,9 @@ class Site:
 class OpenCluster:
     """A scheduler without work. End it with :meth:`close`, or with that of the cluster which :meth:`start` returned."""
 
-    def __init__(self, config: ClusterConfig, site: Site, client: Client, crew: Crew) -> None:
+    def __init__(self, config: ClusterConfig, client: Client, crew: Crew, expected: Expected | None = None) -> None:
         self._config = config
-        self._site = site
+        self._expected = expected  # of workers that somebody else starts
         self.client = client
         self._crew = crew
 
@@ -71,11 +71,11 @@ class OpenCluster:
         Raises ``UsageError`` when a worker refuses its host, ``FarmError`` when none comes."""
         client = self.client
         await self._gather_workers(workers)
-        if self._config.kind == "join":
-            await check_joined(client, self._site)  # some may have come since
+        if self._expected is not None:
+            await _check_members(client, self._expected)  # some may have come since
         if engines:
             await self._ask("engines", check_engines, engines)
-        await client.register_plugin(EpisodesPlugin(runner, options))
+        await client.register_plugin(EpisodesPlugin(runner, options, self._expected))
         return DaskCluster(client, self._crew)
 
     async def _gather_workers(self, workers: int) -> None:
@@ -156,7 +156,7 @@ async def _open_local(config: ClusterConfig, site: Site) -> OpenCluster:
     except BaseException:
         await local.close()
         raise
-    return OpenCluster(config, site, client, LocalCrew(local))
+    return OpenCluster(config, client, LocalCrew(local))
 
 
 # ------------------------------------------------------------------------------------------------ joined
@@ -180,30 +180,30 @@ async def _open_joined(config: ClusterConfig, site: Site) -> OpenCluster:
             f"cluster.address {config.address!r}: no scheduler answers ({type(error).__name__}: {error}); start one "
             "there with 'dask scheduler', with certificates of the same authority, or leave address out"
         ) from None
-    opened = OpenCluster(config, site, client, JoinedCrew(client))
-    try:
-        await check_joined(client, site)
-    except BaseException:
-        await opened.close()
-        raise
-    return opened
+    folder = site.run / "cluster"
+    async with contextlib.AsyncExitStack() as ends:
+        ends.push_async_callback(client.close)
+        _make_folder(folder, ends)
+        expected = _expected(site, *_write_probe(folder))
+        await _check_members(client, expected)
+        crew = JoinedCrew(client, ends.pop_all())
+    return OpenCluster(config, client, crew, expected)
 
 
-async def check_joined(client: Client, site: Site) -> None:
-    """Every worker that is there has the same software and sees the run folder."""
+async def _check_members(client: Client, expected: Expected) -> None:
+    """Scheduler and workers that are there have the same software, and the workers see the run folder."""
     found = await asyncio.wait_for(client.get_versions(), timeout=_ASK_S)
-    here = software()
-    members = {"the scheduler": found["scheduler"], **found["workers"]}
-    for where, said in members.items():
-        packages = {**said["packages"], "python": said["host"]["python"]}
-        there = {name: str(packages[name]) for name in here.keys() & packages.keys()}
-        check_software({name: here[name] for name in there}, there, where=where)
-    probe, text = _write_probe(site.run)
-    try:
-        expected = _expected(site, probe, text)
-        await ask_workers(client, "farm", examine, expected)
-    finally:
-        probe.unlink(missing_ok=True)
+    for where, said in {"the scheduler": found["scheduler"], **found["workers"]}.items():
+        there = {name: str(said["packages"][name]) for name in expected.software if name in said["packages"]}
+        there["python"] = said["host"]["python"]
+        check_software({name: expected.software[name] for name in there}, there, where=where)
+    await ask_workers(client, "farm", examine, expected)
+
+
+def _make_folder(folder: Path, ends: contextlib.AsyncExitStack) -> None:
+    ends.callback(shutil.rmtree, folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)  # of a farm that was killed
+    folder.mkdir(mode=0o700, parents=True)
 
 
 async def ask_workers(client: Client, what: str, function: Any, *arguments: Any) -> None:
@@ -238,12 +238,10 @@ async def _open_launched(config: ClusterConfig, site: Site) -> OpenCluster:
     security = security_of(credentials)
     folder = site.run / "cluster"
     async with contextlib.AsyncExitStack() as ends:  # the scheduler closes first, then the launcher
-        ends.callback(shutil.rmtree, folder, ignore_errors=True)
+        _make_folder(folder, ends)
         async with contextlib.AsyncExitStack() as serving:
             scheduler = await _start_scheduler(config, security)
             serving.push_async_callback(_close_scheduler, scheduler)
-            shutil.rmtree(folder, ignore_errors=True)  # of a farm that was killed
-            folder.mkdir(mode=0o700, parents=True)
             launch = Launch(
                 config=config,
                 ticket=Ticket(
@@ -266,7 +264,7 @@ async def _open_launched(config: ClusterConfig, site: Site) -> OpenCluster:
             scheduler.address, asynchronous=True, set_as_default=True, security=security, timeout=_CONNECT_S
         )
         crew = LaunchedCrew(client, launcher, RosterRules(join_s=config.join_s), ends.pop_all())
-    return OpenCluster(config, site, client, crew)
+    return OpenCluster(config, client, crew)
 
 
 async def _close_scheduler(scheduler: Scheduler) -> None:

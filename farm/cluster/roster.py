@@ -83,7 +83,7 @@ def next_steps(roster: Roster, seen: Seen, rules: RosterRules, *, now_s: float) 
     roster = replace(
         roster,
         has_joined=joined | (roster.has_joined & seen.states.keys()),
-        proven=stayed | (roster.proven & seen.states.keys()),
+        proven=frozenset(stayed | (roster.proven & seen.states.keys())),
         joined_since_s=joined_since,
         alone_since_s=alone_since,
     )

@@ -1,4 +1,4 @@
-"""farm/cluster.py on a scheduler that somebody else runs, over TLS: work, drain, leave it running."""
+"""A scheduler that somebody else runs, over TLS: work, drain, leave it running; who may join it, and who may not."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from farm.cluster import Finished, start_cluster
+from farm.cluster import Cluster, Finished, start_cluster
 from farm.config import ClusterConfig
+from farm.errors import UsageError
 from farm.types import Attempt, Episode, InlineFiles, Task
 
 RUNNER = """
@@ -34,11 +35,24 @@ class Runner:
 
 # A throw-away certificate authority for this test, made by openssl; one certificate serves every role.
 OPENSSL = """
-openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=test-ca \
-    -keyout ca.key -out ca.pem
+for ca in ca other; do
+openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=test-$ca \
+    -keyout $ca.key -out $ca.pem
+done
 openssl req -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj /CN=test -keyout key.pem -out req.pem
 openssl x509 -req -in req.pem -CA ca.pem -CAkey ca.key -CAcreateserial -days 2 -out cert.pem
+openssl x509 -req -in req.pem -CA other.pem -CAkey other.key -CAcreateserial -days 2 -out other-cert.pem
 """
+
+
+TLS = ("--tls-ca-file", "ca.pem", "--tls-cert", "cert.pem", "--tls-key", "key.pem")
+
+
+def worker_arguments(address: str, folder: Path) -> list[str]:
+    return [
+        "worker", address, "--nthreads", "4", "--no-nanny", "--no-dashboard", "--memory-limit", "0", *TLS,
+        "--local-directory", str(folder),
+    ]  # fmt: skip
 
 
 def attempt(index: int) -> Attempt:
@@ -68,12 +82,11 @@ def scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Clust
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{before}" if before else str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
     subprocess.run(["bash", "-ec", OPENSSL], cwd=tmp_path, check=True, capture_output=True)
-    tls = ["--tls-ca-file", "ca.pem", "--tls-cert", "cert.pem", "--tls-key", "key.pem"]
     with ExitStack() as stack:
         log = stack.enter_context((tmp_path / "scheduler.log").open("w+"))
         started = stack.enter_context(
             _process(
-                ["scheduler", "--host", "tls://127.0.0.1", "--port", "0", "--no-dashboard", "--no-show", *tls],
+                ["scheduler", "--host", "tls://127.0.0.1", "--port", "0", "--no-dashboard", "--no-show", *TLS],
                 tmp_path,
                 log,
             )
@@ -83,8 +96,7 @@ def scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Clust
             assert started.poll() is None, (tmp_path / "scheduler.log").read_text()
             address = re.search(r"tls://127\.0\.0\.1:\d+", (tmp_path / "scheduler.log").read_text())
             time.sleep(0.05)
-        worker = ["worker", address[0], "--nthreads", "4", "--no-nanny", "--no-dashboard", "--memory-limit", "0", *tls]
-        stack.enter_context(_process([*worker, "--local-directory", str(tmp_path)], tmp_path, log))
+        stack.enter_context(_process(worker_arguments(address[0], tmp_path), tmp_path, log))
         yield ClusterConfig(
             address=address[0],
             tls_ca=str(tmp_path / "ca.pem"),
@@ -107,7 +119,9 @@ class _process:
         self.popen.wait()
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make certificates")
+pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make certificates")
+
+
 def test_work_on_a_scheduler_of_others_over_tls(scheduler: ClusterConfig) -> None:
     async def main() -> None:
         for _ in range(2):  # the second farm finds everything as the first one left it
@@ -131,3 +145,44 @@ def test_work_on_a_scheduler_of_others_over_tls(scheduler: ClusterConfig) -> Non
                 await cluster.close()
 
     asyncio.run(main())
+
+
+async def start(config: ClusterConfig, **options: object) -> Cluster:
+    folder = Path(config.tls_ca).parent
+    return await start_cluster(
+        config, workers=1, runner="external_test_runner:Runner", options=options, scratch=folder / "scratch"
+    )
+
+
+def test_whoever_has_no_certificate_of_its_authority_stays_outside(scheduler: ClusterConfig) -> None:
+    folder = Path(scheduler.tls_ca).parent
+    foreign = scheduler.model_copy(
+        update={"tls_ca": str(folder / "other.pem"), "tls_cert": str(folder / "other-cert.pem")}
+    )
+    plain = scheduler.model_copy(update={"address": scheduler.address.replace("tls://", "tcp://")})
+    for config in (foreign, plain):
+        with pytest.raises(UsageError, match=r"no scheduler answers .*certificates of the same authority"):
+            asyncio.run(start(config))
+
+
+def test_a_worker_that_comes_later_and_is_not_fit_takes_no_attempt(
+    scheduler: ClusterConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(scheduler.tls_ca).parent
+    log = folder / "late.log"
+
+    async def main() -> None:
+        cluster = await start(scheduler)
+        try:
+            monkeypatch.setenv("PYTHONPATH", os.environ["PYTHONPATH"].removeprefix(str(folder)))  # without the runner
+            with log.open("w") as stream, _process(worker_arguments(scheduler.address, folder), folder, stream) as late:
+                async with asyncio.timeout(100):
+                    assert await asyncio.to_thread(late.wait) == 0
+                    assert (await cluster.scale(1)).workers == 1
+                    cluster.submit(attempt(0))
+                    assert isinstance(await cluster.events.get(), Finished)
+        finally:
+            await cluster.close()
+
+    asyncio.run(main())
+    assert "No module named 'external_test_runner'; this worker ends" in log.read_text()
