@@ -4,16 +4,26 @@ can be wrong with a host before a start."""
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
+import signal
+import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
-from cluster_kinds import interpreter
+from cluster_kinds import RUNNER, interpreter, make_attempt
+from distributed import Client
 from farm_process import FarmProcess, farm_command, rows, until
+from net_hosts import NetHosts
 from ssh_hosts import SshHosts
 
+from farm.cluster import Finished, start_cluster
+from farm.cluster.certificates import make_credentials
 from farm.cluster.opening import Site, open_cluster
+from farm.cluster.settings import security_of
 from farm.config import ClusterConfig
 from farm.errors import UsageError
 from farm.types import Graded
@@ -114,6 +124,46 @@ def nearly_done(farm: FarmProcess) -> bool:
     return farm.landed() >= 20 and farm.workers() == 1
 
 
+@pytest.mark.parametrize("leave_s", [0.0, 30.0])
+def test_a_worker_that_is_told_to_go(tmp_path: Path, hosts: SshHosts, leave_s: float) -> None:
+    """SIGTERM, as a preemption sends it: with time to leave it finishes what runs, without it gives that up in order."""
+    (tmp_path / "cluster_test_runner.py").write_text(RUNNER)
+    (tmp_path / "logs").mkdir()
+
+    async def main() -> None:
+        cluster = await start_cluster(
+            config_of(tmp_path, hosts, workers=2, slots=2, leave_s=leave_s),
+            workers=2,
+            runner="cluster_test_runner:Runner",
+            options={"folder": str(tmp_path)},
+            scratch=tmp_path,
+        )
+        try:
+            async with asyncio.timeout(150):
+                for index in range(4):
+                    cluster.submit(make_attempt(index, "sleep 6"))
+                while len(started := list(tmp_path.glob("started-*"))) < 4:
+                    await asyncio.sleep(0.05)
+                pids = {int(path.name.rsplit("-", 1)[1]) for path in started}
+                told = pids.pop()
+                os.kill(told, signal.SIGTERM)
+                for index in range(4, 6):
+                    cluster.submit(make_attempt(index, "sleep 0.1"))
+                events = [await cluster.events.get() for _ in range(6)]
+                finished = [event for event in events if isinstance(event, Finished)]
+                assert len(finished) == (6 if leave_s else 4)
+                late = {event.result["pid"] for event in finished if event.result["index"] >= 4}
+                assert late == pids, "it took something new"
+                until("its end", lambda: not psutil.pid_exists(told))
+                assert (tmp_path / f"closed-{told}").exists(), "it did not clean up"
+                while (await cluster.scale(2)).workers != 2:
+                    await asyncio.sleep(0.2)
+        finally:
+            await cluster.close()
+
+    asyncio.run(main())
+
+
 # --------------------------------------------------------------------------------------------- bad input
 
 
@@ -194,3 +244,45 @@ def test_a_sandbox_that_can_not_work_there(tmp_path: Path, hosts: SshHosts) -> N
     (tmp_path / "run" / "logs").mkdir(parents=True)
     with pytest.raises(UsageError, match=r"cluster\.ssh\.hosts 'worker-a'.*[Dd]ocker"):
         asyncio.run(main())
+
+
+def test_who_has_no_certificate_of_this_start_stays_outside(tmp_path: Path, hosts: SshHosts) -> None:
+    """Neither without TLS nor with another certificate."""
+
+    async def main() -> list[str]:
+        (tmp_path / "run" / "logs").mkdir(parents=True)
+        opened = await open_cluster(config_of(tmp_path, hosts), Site(run=tmp_path / "run", scratch=tmp_path))
+        address = str(opened.client.scheduler.address)
+        told = []
+        try:
+            for scheme, security in (("tcp", None), ("tls", security_of(make_credentials()))):
+                try:
+                    intruder = await Client(
+                        address.replace("tls", scheme), asynchronous=True, security=security, timeout=5
+                    )
+                except (OSError, TimeoutError) as error:
+                    told.append(type(error).__name__)
+                else:
+                    await intruder.close()
+        finally:
+            await opened.close()
+        return told
+
+    assert len(asyncio.run(main())) == 2, "somebody got in"
+
+
+def test_a_scheduler_and_a_run_folder_that_the_hosts_do_not_reach(tmp_path: Path) -> None:
+    with NetHosts("worker-a") as net, SshHosts(tmp_path / "ssh", "worker-a", net=net) as hosts:
+        said = refused(tmp_path, config_of(tmp_path, hosts, host="127.0.0.1"))
+        assert "can't reach the farm's scheduler at tls://127.0.0.1:" in said
+        assert "set cluster.host to" in said
+    # A host that mounts something else where the run folder is.
+    python = tmp_path / "python-elsewhere"
+    python.write_text(
+        f'#!/bin/sh\nexec unshare -m sh -c "mount -t tmpfs none {tmp_path}/run && exec {sys.executable} $*"\n'
+    )
+    python.chmod(0o755)
+    with SshHosts(tmp_path / "ssh-2", "worker-a") as hosts:
+        said = refused(tmp_path, config_of(tmp_path, hosts, python=str(python)))
+    assert f"{socket.gethostname()}: does not see {tmp_path}/run/cluster/probe-" in said
+    assert "storage that all hosts mount under the same path" in said

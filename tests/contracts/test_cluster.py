@@ -11,29 +11,10 @@ from pathlib import Path
 
 import pytest
 from cluster_kinds import ELASTIC, KINDS, RUNNER, kinds
+from cluster_kinds import make_attempt as attempt
 
 from farm.cluster import Cluster, ClusterEvent, Finished, Lost, Size, start_cluster
 from farm.config import ClusterConfig
-from farm.types import Attempt, Episode, InlineFiles, Task
-
-
-def attempt(index: int, what: str, number: int = 1) -> Attempt:
-    task = Task(
-        instance_id="t",
-        dataset="d",
-        repo="r",
-        base_commit="c",
-        problem_statement=what,
-        patch="",
-        test_patch="",
-        fail_to_pass=(),
-        pass_to_pass=(),
-        eval_script="",
-        log_parser="x",
-        workspace=InlineFiles(files={}),
-    )
-    episode = Episode(task=task, group_id="g", index=index, group_size=64, seed=index)
-    return Attempt(episode=episode, number=number, engine_url="", min_version=0, queued_at_s=0.0)
 
 
 @pytest.fixture

@@ -45,12 +45,14 @@ openssl x509 -req -in req.pem -CA other.pem -CAkey other.key -CAcreateserial -da
 """
 
 
-TLS = ("--tls-ca-file", "ca.pem", "--tls-cert", "cert.pem", "--tls-key", "key.pem")
+def tls(folder: Path) -> list[str]:
+    files = {"--tls-ca-file": "ca.pem", "--tls-cert": "cert.pem", "--tls-key": "key.pem"}
+    return [part for option, name in files.items() for part in (option, str(folder / name))]
 
 
 def worker_arguments(address: str, folder: Path) -> list[str]:
     return [
-        "worker", address, "--nthreads", "4", "--no-nanny", "--no-dashboard", "--memory-limit", "0", *TLS,
+        "worker", address, "--nthreads", "4", "--no-nanny", "--no-dashboard", "--memory-limit", "0", *tls(folder),
         "--local-directory", str(folder),
     ]  # fmt: skip
 
@@ -86,7 +88,16 @@ def scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Clust
         log = stack.enter_context((tmp_path / "scheduler.log").open("w+"))
         started = stack.enter_context(
             _process(
-                ["scheduler", "--host", "tls://127.0.0.1", "--port", "0", "--no-dashboard", "--no-show", *TLS],
+                [
+                    "scheduler",
+                    "--host",
+                    "tls://127.0.0.1",
+                    "--port",
+                    "0",
+                    "--no-dashboard",
+                    "--no-show",
+                    *tls(tmp_path),
+                ],
                 tmp_path,
                 log,
             )
@@ -169,13 +180,15 @@ def test_a_worker_that_comes_later_and_is_not_fit_takes_no_attempt(
     scheduler: ClusterConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = Path(scheduler.tls_ca).parent
-    log = folder / "late.log"
+    log, elsewhere = folder / "late.log", folder / "elsewhere"
+    elsewhere.mkdir()
 
     async def main() -> None:
         cluster = await start(scheduler)
         try:
             monkeypatch.setenv("PYTHONPATH", os.environ["PYTHONPATH"].removeprefix(str(folder)))  # without the runner
-            with log.open("w") as stream, _process(worker_arguments(scheduler.address, folder), folder, stream) as late:
+            arguments = worker_arguments(scheduler.address, folder)
+            with log.open("w") as stream, _process(arguments, elsewhere, stream) as late:
                 async with asyncio.timeout(100):
                     assert await asyncio.to_thread(late.wait) == 0
                     assert (await cluster.scale(1)).workers == 1

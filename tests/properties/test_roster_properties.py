@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farm.cluster.launcher import Phase, WorkerState
@@ -100,6 +100,7 @@ def act(world: World, action: str, pick: int) -> None:
 ACTIONS = ("begin", "join", "die", "die first, leave later", "cut off", "requeue", "empty", "want", "time")
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 11)), max_size=80))
 def test_no_order_of_events_stops_a_joined_worker_or_asks_for_too_many(events: list[tuple[str, int]]) -> None:
     world = World()
@@ -121,6 +122,7 @@ def test_no_order_of_events_stops_a_joined_worker_or_asks_for_too_many(events: l
     assert len(world.live) == world.want
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0.0, 3.0), min_size=1, max_size=60))
 def test_hosts_that_refuse_are_asked_ever_more_seldom_while_others_work(pauses: list[float]) -> None:
     world, asked_at = World(want=4), []

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 from farm.config import ClusterConfig
+from farm.types import Attempt, Episode, InlineFiles, Task
 
 PLAIN = ("local", "join")
 
@@ -114,3 +115,23 @@ def ssh(folder: Path, *, workers: int, slots: int) -> Iterator[ClusterConfig]:
 Maker = Callable[..., AbstractContextManager[ClusterConfig]]
 KINDS: Mapping[str, Maker] = {"local": local, "join": join, "ssh": ssh}
 ELASTIC: frozenset[str] = frozenset(KINDS) - {"join"}  # of the others, somebody else starts the workers
+
+
+def make_attempt(index: int, what: str, number: int = 1) -> Attempt:
+    """Of :data:`RUNNER`; ``what`` it does."""
+    task = Task(
+        instance_id="t",
+        dataset="d",
+        repo="r",
+        base_commit="c",
+        problem_statement=what,
+        patch="",
+        test_patch="",
+        fail_to_pass=(),
+        pass_to_pass=(),
+        eval_script="",
+        log_parser="x",
+        workspace=InlineFiles(files={}),
+    )
+    episode = Episode(task=task, group_id="g", index=index, group_size=64, seed=index)
+    return Attempt(episode=episode, number=number, engine_url="", min_version=0, queued_at_s=0.0)
