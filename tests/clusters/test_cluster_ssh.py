@@ -126,7 +126,7 @@ def nearly_done(farm: FarmProcess) -> bool:
 
 @pytest.mark.parametrize("leave_s", [0.0, 30.0])
 def test_a_worker_that_is_told_to_go(tmp_path: Path, hosts: SshHosts, leave_s: float) -> None:
-    """SIGTERM, as a preemption sends it: with time to leave it finishes what runs, without it gives that up in order."""
+    """SIGTERM, as a preemption sends it: with time to leave it finishes what runs, without that it is given up."""
     (tmp_path / "cluster_test_runner.py").write_text(RUNNER)
     (tmp_path / "logs").mkdir()
 
@@ -142,7 +142,7 @@ def test_a_worker_that_is_told_to_go(tmp_path: Path, hosts: SshHosts, leave_s: f
             async with asyncio.timeout(150):
                 for index in range(4):
                     cluster.submit(make_attempt(index, "sleep 6"))
-                while len(started := list(tmp_path.glob("started-*"))) < 4:
+                while len(started := list(tmp_path.glob("started-*"))) < 4:  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
                 pids = {int(path.name.rsplit("-", 1)[1]) for path in started}
                 told = pids.pop()
@@ -154,9 +154,9 @@ def test_a_worker_that_is_told_to_go(tmp_path: Path, hosts: SshHosts, leave_s: f
                 assert len(finished) == (6 if leave_s else 4)
                 late = {event.result["pid"] for event in finished if event.result["index"] >= 4}
                 assert late == pids, "it took something new"
-                until("its end", lambda: not psutil.pid_exists(told))
+                await asyncio.to_thread(until, "its end", lambda: not psutil.pid_exists(told))
                 assert (tmp_path / f"closed-{told}").exists(), "it did not clean up"
-                while (await cluster.scale(2)).workers != 2:
+                while (await cluster.scale(2)).workers != 2:  # noqa: ASYNC110
                     await asyncio.sleep(0.2)
         finally:
             await cluster.close()
