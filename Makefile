@@ -5,7 +5,7 @@ SHELL := bash
 BIN := .venv/bin
 PROFILE ?= full
 
-.PHONY: reproduce test test-swebench test-sandboxes test-sglang check bench bench-sglang datasets base-policy ci setup
+.PHONY: reproduce test test-swebench test-sandboxes test-clusters test-sglang check bench bench-sglang datasets base-policy ci setup
 reproduce: .venv/ready
 	$(BIN)/harness reproduce --all --profile $(PROFILE)
 
@@ -18,6 +18,10 @@ test-swebench:  # with the real swebench package, in its own .venv-swebench
 # Docker and E2B back ends; as root, installs docker.io where it is missing.
 test-sandboxes: .venv/ready
 	ci/sandboxes.sh
+
+# Workers on other hosts, over ssh and cut networks; as root, installs openssh-server and iproute2 where they are missing.
+test-clusters: .venv/ready
+	ci/clusters.sh
 
 test-sglang: .venv/ready
 	ci/sglang.sh test
