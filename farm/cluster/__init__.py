@@ -58,11 +58,13 @@ ClusterEvent = Finished | Lost
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """``slots`` counts workers that take work; draining ones only finish theirs."""
+    """``slots`` counts workers that take work; draining ones only finish theirs. ``trouble``: why there are fewer than
+    are wanted, when something keeps them away; for people."""
 
     workers: int
     draining: int
     slots: int
+    trouble: str = ""
 
 
 class Cluster(Protocol):

@@ -5,7 +5,10 @@ All members have the same one, because Dask knows no roles: any holder can run c
 
 from __future__ import annotations
 
+import os
+import sys
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 from farm.cluster.ticket import Credentials
@@ -65,3 +68,35 @@ def make_credentials() -> Credentials:
         cert=certificate("rollout-farm", member.public_key(), ca=False),
         key=key.decode(),
     )
+
+
+def write_credentials(folder: Path) -> None:
+    """``ca.pem``, ``cert.pem`` and ``key.pem`` in ``folder``, readable by their owner only; for a scheduler and workers
+    that the farm does not start itself. Raises ``UsageError`` when one is there already."""
+    made = make_credentials()
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("ca", "cert", "key"):
+        path = folder / f"{name}.pem"
+        try:
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            raise UsageError(f"{path}: is there already; name a new folder, so that no member is locked out") from None
+        with os.fdopen(handle, "w") as file:
+            file.write(getattr(made, name))
+
+
+def main() -> int:
+    """``python -m farm.cluster.certificates FOLDER``; exit code."""
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        print("usage: python -m farm.cluster.certificates FOLDER", file=sys.stderr)
+        return 2
+    try:
+        write_credentials(Path(sys.argv[1]))
+    except UsageError as error:
+        print(f"farm: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -52,9 +52,12 @@ async def farm_plan(client: Client, want: int | None) -> PlanView:
 
 
 async def retire(client: Client, addresses: tuple[str, ...]) -> None:
-    """Close workers that are drained and empty."""
+    """Close workers that are drained and empty. One that can't be told is tried again, or lost, by and by."""
     if addresses:
-        await asyncio.wait_for(client.retire_workers(list(addresses), close_workers=True), timeout=_RETIRE_S)
+        try:
+            await asyncio.wait_for(client.retire_workers(list(addresses), close_workers=True), timeout=_RETIRE_S)
+        except (OSError, TimeoutError) as error:
+            _log.warning("%d drained workers could not be closed (%s)", len(addresses), type(error).__name__)
 
 
 class Crew(Protocol):

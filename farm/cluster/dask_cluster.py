@@ -105,9 +105,21 @@ class DaskCluster:
             _log.warning("%s could not be cancelled (%s)", key, type(error).__name__)
 
     async def scale(self, workers: int) -> Size:
-        plan = await farm_plan(self._client, workers)
+        try:
+            plan = await farm_plan(self._client, workers)
+        except (OSError, TimeoutError) as error:
+            raise FarmError(
+                f"the scheduler at {self.address} is gone ({type(error).__name__}); start it, and then the farm again "
+                "on its folder",
+                kind="scheduler_lost",
+            ) from error
         await self._crew.reach(workers, plan)
-        return Size(workers=len(plan.live), draining=len(plan.draining), slots=plan.slots)
+        return Size(
+            workers=len(plan.live),
+            draining=len(plan.draining),
+            slots=plan.slots,
+            trouble=self._crew.last_failure if len(plan.live) < workers else "",
+        )
 
     async def close(self) -> None:
         followers = list(self._followers.values())
