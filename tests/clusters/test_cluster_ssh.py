@@ -20,7 +20,7 @@ from farm_process import FarmProcess, farm_command, rows, until
 from net_hosts import NetHosts
 from ssh_hosts import SshHosts
 
-from farm.cluster import Finished, start_cluster
+from farm.cluster import Finished, Lost, start_cluster
 from farm.cluster.certificates import make_credentials
 from farm.cluster.opening import Site, open_cluster
 from farm.cluster.settings import security_of
@@ -141,19 +141,22 @@ def test_a_worker_that_is_told_to_go(tmp_path: Path, hosts: SshHosts, leave_s: f
         try:
             async with asyncio.timeout(150):
                 for index in range(4):
-                    cluster.submit(make_attempt(index, "sleep 6"))
+                    cluster.submit(make_attempt(index, "wait go"))
                 while len(started := list(tmp_path.glob("started-*"))) < 4:  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
-                pids = {int(path.name.rsplit("-", 1)[1]) for path in started}
-                told = pids.pop()
+                told = int(started[0].name.rsplit("-", 1)[1])
                 os.kill(told, signal.SIGTERM)
+                while (await cluster.scale(1)).workers != 1:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+                lost = [] if leave_s else [await cluster.events.get() for _ in range(2)]
+                assert all(isinstance(event, Lost) and event.kind == "worker_lost" for event in lost)
                 for index in range(4, 6):
                     cluster.submit(make_attempt(index, "sleep 0.1"))
-                events = [await cluster.events.get() for _ in range(6)]
-                finished = [event for event in events if isinstance(event, Finished)]
-                assert len(finished) == (6 if leave_s else 4)
-                late = {event.result["pid"] for event in finished if event.result["index"] >= 4}
-                assert late == pids, "it took something new"
+                (tmp_path / "go").touch()
+                finished = [await cluster.events.get() for _ in range(6 - len(lost))]
+                pids = {e.result["index"]: e.result["pid"] for e in finished if isinstance(e, Finished)}
+                assert len(pids) == len(finished)
+                assert told not in {pids[4], pids[5]}, "it took something new"
                 await asyncio.to_thread(until, "its end", lambda: not psutil.pid_exists(told))
                 assert (tmp_path / f"closed-{told}").exists(), "it did not clean up"
                 while (await cluster.scale(2)).workers != 2:  # noqa: ASYNC110

@@ -35,6 +35,8 @@ class Runner:
             await asyncio.sleep(float(words[1]))
         if words[0] == "block":
             time.sleep(float(words[1]))
+        while words[0] == "wait" and not os.path.exists(os.path.join(self.folder, words[1])):
+            await asyncio.sleep(0.05)
         if words[0] == "raise":
             raise RuntimeError("a defect")
         return {"index": attempt.episode.index, "pid": os.getpid(), "worker": self.worker}
