@@ -66,22 +66,25 @@ class OpenCluster:
         self, *, workers: int, runner: str, options: Mapping[str, Any], engines: tuple[str, ...] = ()
     ) -> Cluster:
         """``workers`` workers that can run attempts with ``runner`` ("module:factory", called with ``options``) and
-        reach ``engines``. Of a cluster that is slow to give them (a queue), one is enough after ``start_s``.
+        reach ``engines``. Of a cluster that is slow to give them (a queue), one is enough after ``start_s``; of one that
+        somebody else runs, at once.
 
         Raises ``UsageError`` when a worker refuses its host, ``FarmError`` when none comes."""
         client = self.client
-        await self._gather_workers(workers)
-        if self._expected is not None:
+        if self._expected is None:
+            await self._gather_workers(workers, want=workers)
+        else:
+            await self._gather_workers(1, want=None)
             await _check_members(client, self._expected)  # some may have come since
-        if engines:
-            await self._ask("engines", check_engines, engines)
+        if engines and self._config.kind != "local":
+            await ask_workers(client, "engines", check_engines, engines)
         await client.register_plugin(EpisodesPlugin(runner, options, self._expected))
         return DaskCluster(client, self._crew)
 
-    async def _gather_workers(self, workers: int) -> None:
+    async def _gather_workers(self, workers: int, *, want: int | None) -> None:
         give_up_at = time.monotonic() + self._config.start_s
         while True:
-            plan = await farm_plan(self.client, workers)
+            plan = await farm_plan(self.client, want)
             if len(plan.live) >= workers:
                 return
             await self._crew.reach(workers, plan)
@@ -95,9 +98,6 @@ class OpenCluster:
         if not plan.live:
             raise FarmError(f"{self.client.scheduler.address}: {told}", kind="no_workers")
         _log.warning("%s; the farm starts with them", told)
-
-    async def _ask(self, what: str, function: Any, *arguments: Any) -> None:
-        await ask_workers(self.client, what, function, *arguments)
 
     async def close(self) -> None:
         with contextlib.suppress(TimeoutError, asyncio.TimeoutError, OSError):
@@ -192,7 +192,10 @@ async def _open_joined(config: ClusterConfig, site: Site) -> OpenCluster:
 
 async def _check_members(client: Client, expected: Expected) -> None:
     """Scheduler and workers that are there have the same software, and the workers see the run folder."""
-    found = await asyncio.wait_for(client.get_versions(), timeout=_ASK_S)
+    try:
+        found = await asyncio.wait_for(client.get_versions(), timeout=_ASK_S)
+    except TimeoutError:
+        raise FarmError(f"the workers did not answer within {_ASK_S:g} s (versions)", kind="no_answer") from None
     for where, said in {"the scheduler": found["scheduler"], **found["workers"]}.items():
         there = {name: str(said["packages"][name]) for name in expected.software if name in said["packages"]}
         there["python"] = said["host"]["python"]
