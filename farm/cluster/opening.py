@@ -66,8 +66,8 @@ class OpenCluster:
         self, *, workers: int, runner: str, options: Mapping[str, Any], engines: tuple[str, ...] = ()
     ) -> Cluster:
         """``workers`` workers that can run attempts with ``runner`` ("module:factory", called with ``options``) and
-        reach ``engines``. Of a cluster that is slow to give them (a queue), one is enough after ``start_s``; of one that
-        somebody else runs, at once.
+        reach ``engines``. Of a cluster that is slow to give them (a queue), one is enough after ``start_s``; of one
+        that somebody else runs, at once.
 
         Raises ``UsageError`` when a worker refuses its host, ``FarmError`` when none comes."""
         client = self.client
