@@ -159,10 +159,13 @@ class LaunchedCrew:
             if state.code == REFUSED:
                 self._refusal = state.message
             self._tell(f"{name} ({state.where}) failed: {state.message or f'exit code {state.code}'}")
-        for name in steps.stop:
-            await self._launcher.stop(name)
-        for name in steps.withdraw:
-            await self._launcher.withdraw(name)
+        ends = [self._launcher.stop(name) for name in steps.stop]
+        ends += [self._launcher.withdraw(name) for name in steps.withdraw]
+        for error in await asyncio.gather(*ends, return_exceptions=True):
+            if isinstance(error, FarmError):  # seen again, and tried again
+                self._tell(str(error))
+            elif error is not None:
+                raise error
         for name in steps.start:
             try:
                 await self._launcher.start(name)

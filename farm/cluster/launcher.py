@@ -80,7 +80,8 @@ class WorkerLauncher(Protocol):
         ...
 
     async def withdraw(self, name: str) -> None:
-        """Take back one that is WAITING. One that has begun meanwhile is left alone."""
+        """Take back one that is WAITING. One that has begun meanwhile is left alone. Raises ``FarmError`` when that
+        can't be done now; so does ``stop``."""
         ...
 
     async def stop(self, name: str) -> None:

@@ -167,7 +167,8 @@ def _in_background(function: Callable[..., None], *arguments: object) -> None:
 
 
 def _wait_for_end_of_input(tell: Callable[[], object]) -> None:
-    while sys.stdin.buffer.readline(4096):
+    # Not by sys.stdin, whose lock would be held when the process ends otherwise, and abort it.
+    while os.read(sys.stdin.fileno(), 4096):
         pass
     tell()
 

@@ -117,6 +117,7 @@ def test_workers_come_and_go_and_the_commands_see_them(tmp_path: Path, hosts: Ss
     assert len(found) == 24
     assert not [failure for row in found for failure in row.prior], "scale-down killed a running episode"
     assert len({row.worker for row in found}) == 2
+    assert "failed" not in (run / "logs" / "farm.log").read_text(), "one that was drained is no failure"
     until("the end of all workers", lambda: nobody_left(hosts))
 
 
