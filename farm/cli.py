@@ -52,6 +52,7 @@ def one_line_errors(command: Callable[P, R]) -> Callable[P, R]:
 _ELSEWHERE = {
     "grade": "farm.cli_tasks:grade",
     "make-tasks": "farm.cli_tasks:make_tasks",
+    "manifests": "farm.cli_cluster:manifests",
     "overlap": "farm.cli_tasks:overlap",
     "plan": "harness.twin.command:plan",
     "predictions": "farm.cli_tasks:predictions",

@@ -7,6 +7,7 @@ another profile, and whatever the file or ``--set`` says wins over both.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
 import math
@@ -50,6 +51,66 @@ class SshConfig(_Section):
         return hosts
 
 
+class SlurmConfig(_Section):
+    """For ``cluster.kind = "slurm"``: one job per worker. ``partition``, ``account``, ``qos``, ``time`` (a limit, as
+    Slurm writes it) and ``memory`` (of a worker and all its sandboxes, for example "32G"): "" leaves each to Slurm's
+    defaults; ``cpus``: of a worker and all its sandboxes; ``options``: more arguments for sbatch, for example
+    ["--constraint=avx2"]; ``setup``: shell lines before the worker starts, for example ["module load python"]."""
+
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
+    time: str = ""
+    cpus: int = Field(default=1, ge=1)
+    memory: str = ""
+    options: tuple[str, ...] = ()
+    setup: tuple[str, ...] = ()
+
+    @field_validator("options")
+    @classmethod
+    def _options(cls, options: tuple[str, ...]) -> tuple[str, ...]:
+        for option in options:
+            if not option.startswith("-"):
+                raise ValueError(f"options: {option!r} is no option of sbatch; write --NAME=VALUE")
+            name = option.partition("=")[0]
+            if name in _OWN_SBATCH_OPTIONS:
+                raise ValueError(f"options: {name} is the farm's own; leave it out")
+        return options
+
+
+_OWN_SBATCH_OPTIONS = (
+    "--array", "-a", "--job-name", "-J", "--output", "-o", "--error", "-e", "--parsable", "--wrap", "--ntasks", "-n",
+    "--nodes", "-N", "--wait", "-W", "--export", "--chdir", "-D", "--test-only",
+)  # fmt: skip
+
+
+class KubernetesConfig(_Section):
+    """For ``cluster.kind = "kubernetes"``: one pod per worker, made by kubectl. Not run on a cluster yet.
+
+    ``image`` holds rollout-farm as it is here (``cluster.python``: where, if not at the same path); ``claim``: a
+    ReadWriteMany claim, mounted at ``mount``, in which the run folder lies at the same path on this machine.
+    ``context`` and ``namespace``: "" for kubectl's own; ``user``: uid and gid that own the run folder; ``cpu``
+    and ``memory``: of a worker and its sandboxes; ``patch``: laid over the pod's spec, for example
+    {nodeSelector = {pool = "cpu"}}."""
+
+    image: str = ""
+    claim: str = "rollout-farm"
+    mount: str = "/runs"
+    context: str = ""
+    namespace: str = ""
+    user: int = Field(default=1000, ge=1)
+    cpu: str = "2"
+    memory: str = "8Gi"
+    patch: dict[str, Any] = {}
+
+    @field_validator("mount")
+    @classmethod
+    def _mount(cls, mount: str) -> str:
+        if not mount.startswith("/") or mount == "/":
+            raise ValueError(f"mount {mount!r} must be an absolute path below /, for example /runs")
+        return mount
+
+
 CLUSTER_KINDS = ("local", "ssh", "slurm", "kubernetes")
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -82,6 +143,8 @@ class ClusterConfig(_Section):
     tls_key: str = ""
     settle_s: float = Field(default=30.0, ge=0)
     ssh: SshConfig = SshConfig()
+    slurm: SlurmConfig = SlurmConfig()
+    kubernetes: KubernetesConfig = KubernetesConfig()
 
     @field_validator("workers", mode="before")
     @classmethod
@@ -108,6 +171,8 @@ class ClusterConfig(_Section):
             )
         if self.kind == "ssh":
             self._check_ssh()
+        if self.kind == "kubernetes" and not self.kubernetes.image:
+            raise ValueError('kind "kubernetes" needs kubernetes.image, an image that holds rollout-farm as it is here')
         if self.address:
             self._check_address()
         return self
@@ -565,7 +630,7 @@ def with_overrides(
     given: Mapping[str, Any], sets: Sequence[str], overrides: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
     """``given`` with ``sets`` and then ``overrides`` laid over it; None means: not said."""
-    merged = {section: dict(values) if isinstance(values, Mapping) else values for section, values in given.items()}
+    merged = copy.deepcopy(dict(given))
     for item in sets:
         _apply_set(merged, item)
     for section, values in overrides.items():
@@ -611,14 +676,17 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 def _apply_set(given: dict[str, Any], item: str) -> None:
     name, equals, text = item.partition("=")
-    section, dot, key = name.strip().partition(".")
-    if not equals or not dot or not section or not key:
+    *tables, key = name.strip().split(".")
+    if not equals or not tables or not all((*tables, key)):
         raise UsageError(f"--set {item!r}: must be section.key=value, for example rollout.group_size=4")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text.strip()  # a bare word is a string, so that --set sandbox.provider=fake needs no quotes
-    _section_of(given, section, "--set")[key] = value
+    table = given
+    for section in tables:
+        table = _section_of(table, section, "--set")
+    table[key] = value
 
 
 def _section_of(given: dict[str, Any], section: str, where: str) -> dict[str, Any]:

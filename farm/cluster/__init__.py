@@ -30,6 +30,11 @@ class EpisodeRunner(Protocol):
         """Execute the attempt; returns a small picklable record and never raises for what happened in it."""
         ...
 
+    def distrust(self) -> None:
+        """The worker is being taken away, and what runs in its sandboxes may have got the same signal: nothing that
+        ends from now on may land. Called from a signal handler, or from any thread."""
+        ...
+
     async def close(self) -> None: ...
 
 
@@ -44,7 +49,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """The attempt ended without a record: ``kind`` is "worker_lost", "cancelled" or "defect"."""
+    """The attempt ended without a record: ``kind`` is "worker_lost", "preempted", "cancelled" or "defect"."""
 
     episode_id: str
     number: int

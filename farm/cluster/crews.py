@@ -10,13 +10,13 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from distributed import Client, LocalCluster
 
-from farm.cluster.launcher import REFUSED, WorkerLauncher
+from farm.cluster.launcher import REFUSED, Phase, WorkerLauncher, WorkerState
 from farm.cluster.roster import Roster, RosterRules, Seen, after_failure, next_steps
 from farm.errors import FarmError
 
@@ -39,9 +39,10 @@ class PlanView:
     empty_addresses: tuple[str, ...]
 
 
-async def farm_plan(client: Client, want: int | None) -> PlanView:
-    """Drain or undrain towards ``want`` workers (None: leave as is), and look."""
-    plan: dict[str, Any] = await asyncio.wait_for(client.scheduler.farm_plan(want=want), timeout=_PLAN_S)
+async def farm_plan(client: Client, want: int | None, leaving: frozenset[str] = frozenset()) -> PlanView:
+    """Drain or undrain towards ``want`` workers (None: leave as is), drain those that are ``leaving``, and look."""
+    call = client.scheduler.farm_plan(want=want, leaving=sorted(leaving))
+    plan: dict[str, Any] = await asyncio.wait_for(call, timeout=_PLAN_S)
     return PlanView(
         live=frozenset(plan["live"]),
         slots=plan["slots"],
@@ -71,6 +72,16 @@ class Crew(Protocol):
         """Why the last worker that did not come or stay failed; "" when none did."""
         ...
 
+    @property
+    def waits(self) -> str:
+        """What a worker that has not begun waits for; "" when none does."""
+        ...
+
+    @property
+    def leaving(self) -> frozenset[str]:
+        """Names of workers that will be taken away soon."""
+        ...
+
     async def reach(self, want: int, plan: PlanView) -> None:
         """One step towards ``want`` live workers; called about twice a second."""
         ...
@@ -85,6 +96,8 @@ class LocalCrew:
 
     refusal = ""
     last_failure = ""
+    waits = ""
+    leaving: frozenset[str] = frozenset()
 
     def __init__(self, local: LocalCluster) -> None:
         self._local = local
@@ -105,6 +118,8 @@ class JoinedCrew:
 
     refusal = ""
     last_failure = ""
+    waits = ""
+    leaving: frozenset[str] = frozenset()
 
     def __init__(self, client: Client, ends: contextlib.AsyncExitStack) -> None:
         self._client = client
@@ -137,6 +152,8 @@ class LaunchedCrew:
         self._roster = Roster()
         self._told = ""
         self._refusal = ""
+        self._waits = ""
+        self._leaving: frozenset[str] = frozenset()
 
     @property
     def refusal(self) -> str:
@@ -146,6 +163,14 @@ class LaunchedCrew:
     def last_failure(self) -> str:
         return self._roster.last_failure
 
+    @property
+    def waits(self) -> str:
+        return self._waits
+
+    @property
+    def leaving(self) -> frozenset[str]:
+        return self._leaving
+
     async def reach(self, want: int, plan: PlanView) -> None:
         await retire(self._client, plan.empty_addresses)
         try:
@@ -153,6 +178,8 @@ class LaunchedCrew:
         except FarmError as error:
             self._tell(str(error))
             return
+        self._leaving = frozenset(name for name, state in states.items() if state.leaving)
+        self._hear_waiting(states, plan)
         seen = Seen(want=want, live=plan.live, draining=plan.draining, states=states)
         self._roster, steps = next_steps(self._roster, seen, self._rules, now_s=self._clock())
         for name, state in steps.failed:
@@ -173,6 +200,15 @@ class LaunchedCrew:
                 self._roster = after_failure(self._roster, str(error), self._rules, now_s=self._clock())
                 self._tell(str(error))
                 break
+
+    def _hear_waiting(self, states: Mapping[str, WorkerState], plan: PlanView) -> None:
+        waiting = [state for state in states.values() if state.phase is Phase.WAITING and state.message]
+        self._waits = waiting[0].message if waiting else ""
+        for state in waiting:
+            if state.hopeless:
+                self._tell(state.message)
+                if not plan.live:
+                    self._refusal = state.message
 
     def _tell(self, message: str) -> None:
         if message != self._told:  # the same again and again fills no log

@@ -62,6 +62,8 @@ class DaskCluster:
                 state, result = await self._fetch(key, future)
                 if state == "finished":
                     event = Finished(episode_id=episode_id, number=number, result=result)
+                elif state == "preempted":
+                    event = lost(state, "its worker was told to go", str(result))
                 else:
                     event = lost("cancelled", "cancelled")
             elif future.status == "error":
@@ -106,7 +108,7 @@ class DaskCluster:
 
     async def scale(self, workers: int) -> Size:
         try:
-            plan = await farm_plan(self._client, workers)
+            plan = await farm_plan(self._client, workers, self._crew.leaving)
         except (OSError, TimeoutError) as error:
             raise FarmError(
                 f"the scheduler at {self.address} is gone ({type(error).__name__}); start it, and then the farm again "
@@ -118,7 +120,7 @@ class DaskCluster:
             workers=len(plan.live),
             draining=len(plan.draining),
             slots=plan.slots,
-            trouble=self._crew.last_failure if len(plan.live) < workers else "",
+            trouble=(self._crew.last_failure or self._crew.waits) if len(plan.live) < workers else "",
         )
 
     async def close(self) -> None:

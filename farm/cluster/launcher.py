@@ -35,12 +35,16 @@ class Phase(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerState:
     """``where``: host, job or pod, for people. Of an ended one: ``code``, its exit status when known (2: it refused its
-    host, and ``message`` is the one line that says why), and the last line it wrote."""
+    host, and ``message`` is the one line that says why), and the last line it wrote. Of a waiting one ``message`` says
+    for what; ``hopeless``: it can't begin as things are, and ``message`` says what to do. ``leaving``: it runs and will
+    be taken away soon (its job is being preempted), so it is drained, and not closed."""
 
     phase: Phase
     where: str = ""
     code: int | None = None
     message: str = ""
+    hopeless: bool = False
+    leaving: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +84,8 @@ class WorkerLauncher(Protocol):
         ...
 
     async def withdraw(self, name: str) -> None:
-        """Take back one that is WAITING. One that has begun meanwhile is left alone. Raises ``FarmError`` when that
-        can't be done now; so does ``stop``."""
+        """Take back one that is WAITING, and forget it. One that has begun meanwhile is left alone. Raises ``FarmError``
+        when that can't be done now; so does ``stop``."""
         ...
 
     async def stop(self, name: str) -> None:
@@ -97,6 +101,8 @@ class WorkerLauncher(Protocol):
 # Kind -> factory of its launcher, called with a Launch. It raises UsageError for a configuration that can't work.
 LAUNCHERS: Mapping[str, str] = {
     "ssh": "farm.cluster.ssh:SshLauncher",
+    "slurm": "farm.cluster.slurm:SlurmLauncher",
+    "kubernetes": "farm.cluster.kubernetes:KubernetesLauncher",
 }
 
 

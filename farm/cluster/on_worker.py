@@ -12,6 +12,7 @@ import importlib
 import logging
 import signal
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +26,8 @@ from farm.types import Attempt
 
 PLUGIN = "farm-episodes"
 _CLOSE_S = 20.0
+_GIVE_UP_S = 5.0
+_LOOK_S = 0.02
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +47,9 @@ class EpisodesPlugin(WorkerPlugin):
         self.expected = expected
         self.running: dict[str, asyncio.Task[Any]] = {}
         self.loop: asyncio.AbstractEventLoop | None = None
+        self.runner: EpisodeRunner | None = None
+        self.worker = ""
+        self.leaving = False
 
     async def setup(self, worker: Worker) -> None:
         try:
@@ -60,7 +66,8 @@ class EpisodesPlugin(WorkerPlugin):
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the driver, which drains
         module, _, attribute = self.runner_name.partition(":")
         factory = getattr(importlib.import_module(module), attribute)
-        self.runner: EpisodeRunner = factory(worker=str(worker.name), **self.options)
+        self.worker = str(worker.name)
+        self.runner = factory(worker=self.worker, **self.options)
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="episodes", daemon=True).start()
 
@@ -70,17 +77,32 @@ class EpisodesPlugin(WorkerPlugin):
         return await asyncio.wrap_future(done)
 
     async def _tracked(self, key: str, attempt: Attempt) -> tuple[str, Any]:
+        assert self.runner is not None
         task = asyncio.ensure_future(self.runner.run(attempt))
         self.running[key] = task
         try:
             return "finished", await task
         except asyncio.CancelledError:
             if task.cancelled() and not _being_cancelled():
-                return "cancelled", None
+                return ("preempted", self.worker) if self.leaving else ("cancelled", None)
             raise
         finally:
             self.running.pop(key, None)
             task.cancel()
+
+    def distrust(self) -> None:
+        """See :meth:`farm.cluster.EpisodeRunner.distrust`."""
+        if self.runner is not None:
+            self.runner.distrust()
+
+    async def give_up(self, worker: Worker) -> None:
+        """Cancel all that runs, let it clean up, and wait until the driver has fetched what it came to; bounded."""
+        self.leaving = True
+        for key in list(self.running):
+            self.cancel(key)
+        give_up_at = time.monotonic() + _GIVE_UP_S
+        while (self.running or worker.data) and time.monotonic() < give_up_at:  # noqa: ASYNC110 - both belong to threads
+            await asyncio.sleep(_LOOK_S)
 
     def cancel(self, key: str) -> None:
         def stop() -> None:
@@ -104,7 +126,8 @@ class EpisodesPlugin(WorkerPlugin):
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=_CLOSE_S / 4)
-        await self.runner.close()
+        if self.runner is not None:
+            await self.runner.close()
 
 
 def _being_cancelled() -> bool:

@@ -94,6 +94,7 @@ class OpenCluster:
                 break
             await asyncio.sleep(_LOOK_S)
         why = f"; the last that failed: {self._crew.last_failure}" if self._crew.last_failure else ""
+        why += f"; {self._crew.waits}" if self._crew.waits else ""
         told = f"{len(plan.live)} of {workers} workers joined within {self._config.start_s:g} s{why}"
         if not plan.live:
             raise FarmError(f"{self.client.scheduler.address}: {told}", kind="no_workers")

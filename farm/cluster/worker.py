@@ -104,6 +104,7 @@ def _check_scheduler(ticket: Ticket) -> None:
 async def _work(ticket: Ticket, name: str, *, tied: bool) -> None:
     from distributed import Worker
 
+    from farm.cluster.on_worker import PLUGIN
     from farm.cluster.settings import apply_settings, security_of
 
     apply_settings()
@@ -121,8 +122,15 @@ async def _work(ticket: Ticket, name: str, *, tied: bool) -> None:
     loop = asyncio.get_running_loop()
     told = asyncio.Event()  # to end at once
     asked = asyncio.Event()  # to leave
+
+    def on_signal(*_: object) -> None:
+        # No asyncio handler: what runs must be distrusted before anything else happens in this process.
+        if not ticket.leave_s and (plugin := worker.plugins.get(PLUGIN)) is not None:
+            plugin.distrust()
+        loop.call_soon_threadsafe(asked.set)
+
     for number in (signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, asked.set)
+        signal.signal(number, on_signal)
     if tied:
         _in_background(_wait_for_end_of_input, lambda: loop.call_soon_threadsafe(told.set))
     async with worker:
@@ -139,7 +147,8 @@ async def _work(ticket: Ticket, name: str, *, tied: bool) -> None:
 
 
 async def _leave(worker: Worker, ends: set[asyncio.Task[Any]], leave_s: float) -> None:
-    """Take nothing new, and wait for what runs: at most ``leave_s``, or until one of ``ends`` is done."""
+    """Take nothing new, and wait for what runs: at most ``leave_s``, or until one of ``ends`` is done. Then give up
+    what is left, in time for the driver to hear of it."""
     from distributed.core import Status
 
     from farm.cluster.on_worker import PLUGIN
@@ -147,10 +156,13 @@ async def _leave(worker: Worker, ends: set[asyncio.Task[Any]], leave_s: float) -
     worker.status = Status.paused  # the scheduler is told
     give_up_at = time.monotonic() + leave_s
     plugin = worker.plugins.get(PLUGIN)
-    while plugin is not None and plugin.running and time.monotonic() < give_up_at:
+    if plugin is None:  # it has not been given any work yet
+        return
+    while plugin.running and time.monotonic() < give_up_at:
         done, _ = await asyncio.wait(ends, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
         if done:
             return
+    await plugin.give_up(worker)
 
 
 async def _sweep(ticket: Ticket) -> None:

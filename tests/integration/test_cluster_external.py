@@ -29,6 +29,8 @@ class Runner:
     async def run(self, attempt):
         await asyncio.sleep(0.05)
         return os.getpid()
+    def distrust(self):
+        pass
     async def close(self):
         pass
 """

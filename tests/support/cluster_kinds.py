@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
+import pytest
+
 from farm.config import ClusterConfig
 from farm.types import Attempt, Episode, InlineFiles, Task
 
@@ -40,6 +42,9 @@ class Runner:
         if words[0] == "raise":
             raise RuntimeError("a defect")
         return {"index": attempt.episode.index, "pid": os.getpid(), "worker": self.worker}
+
+    def distrust(self):
+        pass
 
     async def close(self):
         open(os.path.join(self.folder, f"closed-{os.getpid()}"), "w").close()
@@ -114,8 +119,46 @@ def ssh(folder: Path, *, workers: int, slots: int) -> Iterator[ClusterConfig]:
         )
 
 
+@contextmanager
+def slurm(folder: Path, *, workers: int, slots: int) -> Iterator[ClusterConfig]:
+    """Jobs of the Slurm that ``slurm_cluster.py`` has started; none is left when this ends."""
+    from slurm_cluster import queue_is_empty
+
+    yield ClusterConfig.model_validate(
+        {
+            "kind": "slurm",
+            "host": "127.0.0.1",
+            "slots": slots,
+            "workers": f"{workers}:8",
+            "python": interpreter(folder),
+        }
+    )
+    assert queue_is_empty(), "jobs were left in the queue"
+
+
+@contextmanager
+def kubernetes(folder: Path, *, workers: int, slots: int) -> Iterator[ClusterConfig]:
+    """Real kubectl, and behind it a double that runs pods as processes: no proof of a real cluster."""
+    from kube_server import kube_cluster
+
+    with kube_cluster(folder / "kube") as cluster, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KUBECONFIG", str(cluster.folder / "kubeconfig"))
+        yield ClusterConfig.model_validate(
+            {
+                "kind": "kubernetes",
+                "host": "127.0.0.1",
+                "slots": slots,
+                "workers": f"{workers}:8",
+                "python": interpreter(folder),
+                "kubernetes": {"image": "registry.example/rollout-farm:1", "mount": str(folder)},
+            }
+        )
+        assert not cluster.objects["pods"], "pods were left"
+        assert not cluster.objects["secrets"], "a secret was left"
+
+
 Maker = Callable[..., AbstractContextManager[ClusterConfig]]
-KINDS: Mapping[str, Maker] = {"local": local, "join": join, "ssh": ssh}
+KINDS: Mapping[str, Maker] = {"local": local, "join": join, "ssh": ssh, "slurm": slurm, "kubernetes": kubernetes}
 ELASTIC: frozenset[str] = frozenset(KINDS) - {"join"}  # of the others, somebody else starts the workers
 
 
