@@ -147,7 +147,8 @@ def state_of(listed: Mapping[str, Any]) -> WorkerState:
     where = f"pod {metadata['name']}"
     leaving = "deletionTimestamp" in metadata
     phase = status.get("phase")
-    container = next(iter(status.get("containerStatuses", ())), {}).get("state", {})
+    containers = status.get("containerStatuses") or [{}]
+    container: Mapping[str, Any] = containers[0].get("state", {})
     if phase == "Pending":
         return _waiting(status, container.get("waiting", {}), where)
     if phase not in {"Succeeded", "Failed"}:  # Running, or Unknown: its node does not answer
@@ -166,8 +167,9 @@ def state_of(listed: Mapping[str, Any]) -> WorkerState:
 def _waiting(status: Mapping[str, Any], container: Mapping[str, Any], where: str) -> WorkerState:
     reason, said = str(container.get("reason", "")), str(container.get("message", ""))
     if not reason:
-        unmet = next((c for c in status.get("conditions", ()) if c.get("status") == "False"), {})
-        reason, said = str(unmet.get("reason", "")), str(unmet.get("message", ""))
+        unmet = [item for item in status.get("conditions") or () if item.get("status") == "False"]
+        if unmet:
+            reason, said = str(unmet[0].get("reason", "")), str(unmet[0].get("message", ""))
     remedy = _HOPELESS.get(reason, "")
     told = f"{where} waits ({': '.join(filter(None, (reason, said))) or 'for a node'})"
     return WorkerState(

@@ -119,9 +119,9 @@ class SlurmLauncher:
                 self._jobs[name] = now if now is not None else _gone(job)
             known = self._before | self._forgotten | {job.id for job in self._jobs.values()}
             for job in listed.values():  # one whose sbatch was not heard to its end
-                name = self._worker_of(job)
-                if name is not None and job.id not in known and name not in self._jobs:
-                    self._jobs[name] = job
+                unheard = self._worker_of(job)
+                if unheard is not None and job.id not in known and unheard not in self._jobs:
+                    self._jobs[unheard] = job
             for name in self._withdrawn & {name for name, job in self._jobs.items() if job.phase is Phase.ENDED}:
                 self._withdrawn.discard(name)
                 await self.stop(name)  # it did not fail: it was taken back
@@ -199,7 +199,7 @@ class SlurmLauncher:
         except OSError as error:
             return _Answer(code=127, out="", error=f"{command[0]}: {error.strerror}")
         try:
-            out, error = await asyncio.wait_for(process.communicate(given.encode()), timeout=_COMMAND_S)
+            out, said = await asyncio.wait_for(process.communicate(given.encode()), timeout=_COMMAND_S)
         except TimeoutError:
             return _Answer(code=124, out="", error=f"{command[0]} did not answer within {_COMMAND_S:g} s")
         finally:
@@ -208,7 +208,7 @@ class SlurmLauncher:
                     process.kill()
                 await process.wait()
         return _Answer(
-            code=process.returncode or 0, out=out.decode(errors="replace"), error=error.decode(errors="replace")
+            code=process.returncode or 0, out=out.decode(errors="replace"), error=said.decode(errors="replace")
         )
 
     # -- names and states -----------------------------------------------------------------------------

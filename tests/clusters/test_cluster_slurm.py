@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import slurm_cluster
 
-from farm.sandbox.state import read_records, state_directory
+from farm.sandbox.state import Record, read_records, state_directory
 from farm.trajectory_log import DirectoryLog
 from farm.types import Cursor, Graded, Trajectory
 
@@ -82,7 +82,7 @@ class Farm:
         self.process.kill()
         self.process.wait()
 
-    def finish(self, within_s: float = WAIT_S) -> list[Trajectory]:
+    def finish(self, within_s: float = 2 * WAIT_S) -> list[Trajectory]:
         """Every episode has landed once, solved, and nothing is left."""
         assert self.process.wait(timeout=within_s) == 0, self.output.read_text()
         rows = [row for _, row in DirectoryLog(self.run / "trajectories", create=False).read(Cursor())]
@@ -94,9 +94,22 @@ class Farm:
         return rows
 
 
+def sandboxes() -> list[Record]:
+    """Records of sandboxes, of which a living owner is one of this Slurm's jobs, or whose owner is dead."""
+    mark = os.environ["SLURM_CONF"].encode()
+
+    def of_others(record: Record) -> bool:
+        try:
+            return mark not in Path(f"/proc/{record.owner_process.pid}/environ").read_bytes()
+        except OSError:
+            return False
+
+    return [record for _, record in read_records(state_directory()) if not of_others(record)]
+
+
 def nothing_left() -> None:
     assert slurm_cluster.queue_is_empty()
-    until("the end of all sandboxes", lambda: not list(read_records(state_directory())), within_s=20)
+    until("the end of all sandboxes", lambda: not sandboxes(), within_s=20)
 
 
 @pytest.fixture
@@ -146,7 +159,7 @@ def test_preempted_jobs_hand_back_their_episodes_and_join_again(tmp_path: Path, 
         slurm("sbatch", "--parsable", "--partition=high", "--cpus-per-task=14", "--output=/dev/null", "--wrap=sleep 1")
     )
     farm.until("the job that preempts", lambda: other not in {int(line.split()[0]) for line in slurm_cluster.queue()})
-    until("the end of all sandboxes", lambda: not list(read_records(state_directory())), within_s=5)
+    until("the end of all sandboxes", lambda: not sandboxes(), within_s=5)
     farm.until("both jobs again", lambda: before <= running(), REQUEUE_S)
     again_at_s = time.time()
     restarts = {int(line.split()[0]): int(line.split()[3]) for line in slurm_cluster.queue()}
