@@ -84,8 +84,9 @@ class WorkerLauncher(Protocol):
         ...
 
     async def withdraw(self, name: str) -> None:
-        """Take back one that is WAITING, and forget it. One that has begun meanwhile is left alone. Raises ``FarmError``
-        when that can't be done now; so does ``stop``."""
+        """Take back one that is WAITING, and forget it. One that has begun meanwhile is left alone.
+
+        Raises ``FarmError`` when that can't be done now; so does ``stop``."""
         ...
 
     async def stop(self, name: str) -> None:
