@@ -147,7 +147,7 @@ def test_a_worker_that_is_told_to_go(tmp_path: Path, hosts: SshHosts, leave_s: f
                     await asyncio.sleep(0.05)
                 told = int(started[0].name.rsplit("-", 1)[1])
                 os.kill(told, signal.SIGTERM)
-                while leave_s and not (await cluster.scale(2)).draining:
+                while leave_s and not (await cluster.scale(2)).draining:  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
                 lost = [] if leave_s else [await cluster.events.get() for _ in range(2)]
                 assert all(isinstance(event, Lost) and event.kind == "worker_lost" for event in lost)
