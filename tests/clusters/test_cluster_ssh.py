@@ -150,7 +150,7 @@ def test_a_worker_that_is_told_to_go(tmp_path: Path, hosts: SshHosts, leave_s: f
                 while leave_s and not (await cluster.scale(2)).draining:  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
                 lost = [] if leave_s else [await cluster.events.get() for _ in range(2)]
-                assert all(isinstance(event, Lost) and event.kind == "worker_lost" for event in lost)
+                assert all(isinstance(event, Lost) and event.kind == "preempted" for event in lost)
                 for index in range(4, 6):
                     cluster.submit(make_attempt(index, "sleep 0.1"))
                 (tmp_path / "go").touch()
