@@ -29,7 +29,9 @@ from farm.config import ClusterConfig, KubernetesConfig
 from farm.errors import FarmError, UsageError
 from farm.types import Attempt, Episode, InlineFiles, Task
 
-WAIT_S = 100.0
+WAIT_S = 200.0
+
+pytestmark = pytest.mark.timeout(600)
 RELEASES = ("1.29", "1.33", "1.37")
 SLEEPER = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); time.sleep(600)"
 

@@ -22,10 +22,10 @@ from farm.sandbox.state import Record, read_records, state_directory
 from farm.trajectory_log import DirectoryLog
 from farm.types import Cursor, Graded, Trajectory
 
-WAIT_S = 200.0
-REQUEUE_S = 400.0  # Slurm itself holds a requeued job back for two minutes
+WAIT_S = 400.0  # they take a tenth of it on an idle machine
+REQUEUE_S = 600.0  # Slurm itself holds a requeued job back for two minutes
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 
 def until(what: str, condition: Callable[[], bool], within_s: float = WAIT_S) -> None:
@@ -36,7 +36,7 @@ def until(what: str, condition: Callable[[], bool], within_s: float = WAIT_S) ->
 
 
 def slurm(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+    return subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=True).stdout.strip()
 
 
 class Farm:
@@ -82,7 +82,7 @@ class Farm:
         self.process.kill()
         self.process.wait()
 
-    def finish(self, within_s: float = 2 * WAIT_S) -> list[Trajectory]:
+    def finish(self, within_s: float = WAIT_S) -> list[Trajectory]:
         """Every episode has landed once, solved, and nothing is left."""
         assert self.process.wait(timeout=within_s) == 0, self.output.read_text()
         rows = [row for _, row in DirectoryLog(self.run / "trajectories", create=False).read(Cursor())]

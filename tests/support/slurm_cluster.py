@@ -25,7 +25,7 @@ from pathlib import Path
 GRACE_S = 20
 CPUS = 16  # pretended: what runs in the jobs mostly waits
 
-_START_S = 60.0
+_START_S = 120.0
 _STOP_S = 10.0
 
 _CONF = """\
