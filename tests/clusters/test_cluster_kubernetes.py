@@ -192,7 +192,7 @@ def test_what_is_wrong_is_said_before_a_worker_starts(
     with pytest.raises(UsageError, match="exceeded quota: cpu"):
         using(launch(tmp_path / "run"), nothing)
     kube.refuse = ""
-    with pytest.raises(UsageError, match="Invalid"):
+    with pytest.raises(UsageError, match="restartPolicy"):
         using(launch(tmp_path / "run", patch={"restartPolicy": 7}), nothing)
     with pytest.raises(UsageError, match=r"cluster\.kubernetes\.mount"):
         using(launch(tmp_path / "run", mount="/elsewhere"), nothing)
