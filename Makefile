@@ -5,7 +5,7 @@ SHELL := bash
 BIN := .venv/bin
 PROFILE ?= full
 
-.PHONY: reproduce test test-swebench test-sandboxes test-sglang test-harbor check bench bench-sglang datasets base-policy ci setup
+.PHONY: reproduce test test-swebench test-sandboxes test-clusters test-sglang test-harbor check bench bench-sglang datasets base-policy ci setup
 reproduce: .venv/ready
 	$(BIN)/harness reproduce --all --profile $(PROFILE)
 
@@ -21,6 +21,10 @@ test-sandboxes: .venv/ready
 
 test-harbor:  # with the real harbor package, in its own build/harbor-venv; needs Python 3.12 or 3.13
 	ci/harbor.sh
+
+# Workers on other hosts, over ssh and cut networks; as root, installs openssh-server and iproute2 where they are missing.
+test-clusters: .venv/ready
+	ci/clusters.sh
 
 test-sglang: .venv/ready
 	ci/sglang.sh test

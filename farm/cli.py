@@ -54,6 +54,7 @@ _ELSEWHERE = {
     "export-harbor": "farm.cli_harbor:export_harbor",
     "grade": "farm.cli_tasks:grade",
     "make-tasks": "farm.cli_tasks:make_tasks",
+    "manifests": "farm.cli_cluster:manifests",
     "overlap": "farm.cli_tasks:overlap",
     "plan": "harness.twin.command:plan",
     "predictions": "farm.cli_tasks:predictions",
@@ -79,6 +80,12 @@ def main() -> None:
     """Tasks in, trajectories out: an elastic farm of agent episodes in sandboxes."""
 
 
+_CLUSTER = click.option(
+    "--cluster", metavar="KIND|ADDRESS",
+    help="local, ssh, slurm, kubernetes, or the address of a scheduler (tls://HOST:PORT). Default: local.",
+)  # fmt: skip
+
+
 def _engine_options(command: Callable[P, R]) -> Callable[P, R]:
     """``--engines`` and ``--launch-engines``, for whatever starts a farm."""
     command = click.option(
@@ -92,6 +99,7 @@ def _engine_options(command: Callable[P, R]) -> Callable[P, R]:
 
 
 @main.command()
+@_CLUSTER
 @click.option("--workers", metavar="N|MIN:MAX", help="Workers to keep, or the range to scale in. Default: 2.")
 @click.option("--run", "run_path", type=click.Path(path_type=Path), default=Path("run"), show_default=True,
               help="Run folder; one that exists goes on.")  # fmt: skip
@@ -102,6 +110,7 @@ def _engine_options(command: Callable[P, R]) -> Callable[P, R]:
 @click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one value; repeatable.")
 @one_line_errors
 def up(
+    cluster: str | None,
     workers: str | None,
     run_path: Path,
     config_path: Path | None,
@@ -115,7 +124,7 @@ def up(
 
     Start a trainer on the same run folder to learn from them."""
     overrides: dict[str, dict[str, Any]] = {
-        "cluster": {"workers": workers},
+        "cluster": _cluster(cluster, workers),
         "engine": _engines(engines, launch_engines),
         "policy": {"base": _absolute(policy)},
         "rollout": {"tasks": tasks},
@@ -129,6 +138,7 @@ def up(
 @click.option("--attempts", type=click.IntRange(1, 1024), default=1, show_default=True, help="Attempts per task.")
 @click.option("--policy", type=click.Path(path_type=Path), help="Hugging Face model folder. Default: the shipped one.")
 @click.option("--agent", help="bash, external, oracle or null. Default: bash.")
+@_CLUSTER
 @click.option("--workers", metavar="N|MIN:MAX", help="Default: 2.")
 @click.option("--limit", type=click.IntRange(min=1), help="Only the first N tasks.")
 @click.option("--run", "run_path", type=click.Path(path_type=Path), help="Run folder. Default: a new one under runs/.")
@@ -141,6 +151,7 @@ def rollout(
     attempts: int,
     policy: Path | None,
     agent: str | None,
+    cluster: str | None,
     workers: str | None,
     limit: int | None,
     run_path: Path | None,
@@ -151,7 +162,7 @@ def rollout(
 ) -> None:
     """Run every task a fixed number of times and print what came out."""
     overrides: dict[str, dict[str, Any]] = {
-        "cluster": {"workers": workers},
+        "cluster": _cluster(cluster, workers),
         "engine": _engines(engines, launch_engines),
         "agent": {"name": agent},
         "policy": {"base": _absolute(policy)},
@@ -505,6 +516,13 @@ def _status(run_path: Path) -> tuple[RunFolder, dict[str, Any]]:
     if record["state"] in {"starting", "running", "draining", "stopping"} and farm_process(record) is None:
         record["state"] = "dead"
     return run, record
+
+
+def _cluster(text: str | None, workers: str | None) -> dict[str, Any]:
+    """What the options say of the cluster."""
+    from farm.config import cluster_overrides
+
+    return {**cluster_overrides(text), "workers": workers}
 
 
 def _engines(urls: tuple[str, ...], launch: int | None) -> dict[str, Any]:

@@ -7,6 +7,7 @@ another profile, and whatever the file or ``--set`` says wins over both.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
 import math
@@ -29,17 +30,121 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class ClusterConfig(_Section):
-    """``workers`` is "N" or "MIN:MAX"; ``address`` joins an existing Dask scheduler instead of starting one."""
+class SshConfig(_Section):
+    """For ``cluster.kind = "ssh"``. ``hosts``: as the program ``ssh`` takes them ([USER@]HOST, or a name of its
+    configuration); ``options``: more arguments for it, for example ["-p", "2222"]; ``workers_per_host``: at most so
+    many on each. What ssh knows of users, keys, agents, jump hosts and host keys holds here too; it may ask nothing."""
 
+    hosts: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    workers_per_host: int = Field(default=1, ge=1, le=256)
+    connect_s: float = Field(default=15.0, gt=0)
+
+    @field_validator("hosts")
+    @classmethod
+    def _hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        for host in hosts:
+            if not host or host.startswith("-") or any(c.isspace() for c in host):
+                raise ValueError(f"hosts: {host!r} is not a host; write [USER@]HOST, for example worker-1")
+        if len(set(hosts)) < len(hosts):
+            raise ValueError("hosts: one is named twice; workers_per_host says how many workers a host gets")
+        return hosts
+
+
+class SlurmConfig(_Section):
+    """For ``cluster.kind = "slurm"``: one job per worker. ``partition``, ``account``, ``qos``, ``time`` (a limit, as
+    Slurm writes it) and ``memory`` (of a worker and all its sandboxes, for example "32G"): "" leaves each to Slurm's
+    defaults; ``cpus``: of a worker and all its sandboxes; ``options``: more arguments for sbatch, for example
+    ["--constraint=avx2"]; ``setup``: shell lines before the worker starts, for example ["module load python"]."""
+
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
+    time: str = ""
+    cpus: int = Field(default=1, ge=1)
+    memory: str = ""
+    options: tuple[str, ...] = ()
+    setup: tuple[str, ...] = ()
+
+    @field_validator("options")
+    @classmethod
+    def _options(cls, options: tuple[str, ...]) -> tuple[str, ...]:
+        for option in options:
+            if not option.startswith("-"):
+                raise ValueError(f"options: {option!r} is no option of sbatch; write --NAME=VALUE")
+            name = option.partition("=")[0]
+            if name in _OWN_SBATCH_OPTIONS:
+                raise ValueError(f"options: {name} is the farm's own; leave it out")
+        return options
+
+
+_OWN_SBATCH_OPTIONS = (
+    "--array", "-a", "--job-name", "-J", "--output", "-o", "--error", "-e", "--parsable", "--wrap", "--ntasks", "-n",
+    "--nodes", "-N", "--wait", "-W", "--export", "--chdir", "-D", "--test-only",
+)  # fmt: skip
+
+
+class KubernetesConfig(_Section):
+    """For ``cluster.kind = "kubernetes"``: one pod per worker, made by kubectl. Not run on a cluster yet.
+
+    ``image`` holds rollout-farm as it is here (``cluster.python``: where, if not at the same path); ``claim``: a
+    ReadWriteMany claim, mounted at ``mount``, in which the run folder lies at the same path on this machine.
+    ``context`` and ``namespace``: "" for kubectl's own; ``user``: uid and gid that own the run folder; ``cpu``
+    and ``memory``: of a worker and its sandboxes; ``patch``: laid over the pod's spec, for example
+    {nodeSelector = {pool = "cpu"}}."""
+
+    image: str = ""
+    claim: str = "rollout-farm"
+    mount: str = "/runs"
+    context: str = ""
+    namespace: str = ""
+    user: int = Field(default=1000, ge=1)
+    cpu: str = "2"
+    memory: str = "8Gi"
+    patch: dict[str, Any] = {}
+
+    @field_validator("mount")
+    @classmethod
+    def _mount(cls, mount: str) -> str:
+        if not mount.startswith("/") or mount == "/":
+            raise ValueError(f"mount {mount!r} must be an absolute path below /, for example /runs")
+        return mount
+
+
+CLUSTER_KINDS = ("local", "ssh", "slurm", "kubernetes")
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class ClusterConfig(_Section):
+    """Where attempts run. ``kind``: "local" (processes of this machine), "ssh", "slurm" or "kubernetes" (workers that
+    the farm starts elsewhere; the farm's process has the scheduler), or "join": the scheduler at ``address``, which
+    somebody else runs; with an ``address`` that is the default.
+
+    ``workers`` is "N" or "MIN:MAX"; ``slots``: episodes at once per worker; ``port``: of the farm's scheduler (0: any
+    free one). For workers elsewhere, ``host``: this machine's name or address as they reach it ("": found out);
+    ``python``: the interpreter on their hosts that has rollout-farm ("": the same path as here); ``environment``: names
+    of variables that they get from the farm's environment; ``start_s``: how long the first ones may take to come, and
+    ``join_s`` how long each may take once it runs; ``leave_s``: what episodes get to end when their worker is preempted
+    (SIGTERM; less than the grace that Slurm or Kubernetes gives). ``tls_*`` are for joining a tls:// address."""
+
+    kind: Literal["local", "ssh", "slurm", "kubernetes", "join"] = "local"
     workers: str = "2"
-    slots: int = Field(default=16, ge=1, le=10_000, description="episodes at once per worker")
+    slots: int = Field(default=16, ge=1, le=10_000)
     address: str = ""
-    port: int = Field(default=0, ge=0, le=65_535, description="of the local scheduler, on loopback; 0: any free one")
+    host: str = ""
+    port: int = Field(default=0, ge=0, le=65_535)
+    python: str = ""
+    environment: tuple[str, ...] = ()
+    start_s: float = Field(default=180.0, gt=0)
+    join_s: float = Field(default=120.0, gt=0)
+    leave_s: float = Field(default=0.0, ge=0)
     tls_ca: str = ""
     tls_cert: str = ""
     tls_key: str = ""
     settle_s: float = Field(default=30.0, ge=0)
+    ssh: SshConfig = SshConfig()
+    slurm: SlurmConfig = SlurmConfig()
+    kubernetes: KubernetesConfig = KubernetesConfig()
 
     @field_validator("workers", mode="before")
     @classmethod
@@ -48,15 +153,45 @@ class ClusterConfig(_Section):
         parse_workers(text)
         return text
 
+    @model_validator(mode="before")
+    @classmethod
+    def _kind(cls, given: Any) -> Any:
+        """An address alone says what kind it is."""
+        if isinstance(given, Mapping) and given.get("address") and "kind" not in given:
+            return {**given, "kind": "join"}
+        return given
+
     @model_validator(mode="after")
-    def _security(self) -> ClusterConfig:
-        if not self.address:
-            return self
+    def _place(self) -> Self:
+        if (self.kind == "join") != bool(self.address):
+            raise ValueError(
+                'kind "join" needs address, for example tls://10.0.0.1:8786'
+                if self.kind == "join"
+                else f'address {self.address!r} is for kind "join"; leave it out for {self.kind!r}'
+            )
+        if self.kind == "ssh":
+            self._check_ssh()
+        if self.kind == "kubernetes" and not self.kubernetes.image:
+            raise ValueError('kind "kubernetes" needs kubernetes.image, an image that holds rollout-farm as it is here')
+        if self.address:
+            self._check_address()
+        return self
+
+    def _check_ssh(self) -> None:
+        if not self.ssh.hosts:
+            raise ValueError('kind "ssh" needs ssh.hosts, for example hosts = ["worker-1", "worker-2"]')
+        room = len(self.ssh.hosts) * self.ssh.workers_per_host
+        if self.span[1] > room:
+            raise ValueError(
+                f"workers {self.workers!r}: the {len(self.ssh.hosts)} ssh.hosts hold at most {room} "
+                "(ssh.workers_per_host); want fewer, or name more hosts"
+            )
+
+    def _check_address(self) -> None:
         scheme, _, rest = self.address.partition("://")
         if scheme not in {"tcp", "tls"} or not rest:
             raise ValueError(f"address {self.address!r} must be tcp://HOST:PORT or tls://HOST:PORT")
-        host = rest.rsplit(":", 1)[0].strip("[]")
-        if scheme == "tcp" and host not in {"127.0.0.1", "localhost", "::1"}:
+        if scheme == "tcp" and rest.rsplit(":", 1)[0].strip("[]") not in _LOOPBACK:
             raise ValueError(
                 f"address {self.address!r} is open to the network without TLS, and whoever reaches a scheduler runs "
                 "code; use tls://HOST:PORT with tls_ca, tls_cert and tls_key"
@@ -67,11 +202,24 @@ class ClusterConfig(_Section):
             path = getattr(self, name)
             if path and not Path(path).is_file():
                 raise ValueError(f"{name} {path!r} is not a file")
-        return self
 
     @property
     def span(self) -> tuple[int, int]:
         return parse_workers(self.workers)
+
+
+def cluster_overrides(text: str | None) -> dict[str, Any]:
+    """What ``--cluster KIND`` or ``--cluster ADDRESS`` says. Raises ``UsageError`` for anything else."""
+    if text is None:
+        return {}
+    if "://" in text:
+        return {"kind": "join", "address": text}
+    if text not in CLUSTER_KINDS:
+        raise UsageError(
+            f"--cluster {text!r}: unknown; give one of {', '.join(CLUSTER_KINDS)}, or the address of a scheduler "
+            "(tls://HOST:PORT, or tcp://127.0.0.1:PORT)"
+        )
+    return {"kind": text, "address": ""}
 
 
 def parse_workers(text: str) -> tuple[int, int]:
@@ -152,9 +300,12 @@ class EnginePoolConfig(_Section):
     servers by ``command``, each on ``gpus_per_engine`` GPUs of its own (0: on the CPU); "sglang" uses the servers at
     ``urls``, which somebody else runs.
 
-    ``max_total_tokens`` is the KV budget of one engine, in tokens, for those that are told it."""
+    ``host``: the address of this machine that engines started here listen on; workers elsewhere need one that they
+    reach, and engines have no password, so it must be closed to others. ``max_total_tokens`` is the KV budget of one
+    engine, in tokens, for those that are told it."""
 
     kind: Literal["embedded", "launch", "sglang"] = "embedded"
+    host: str = "127.0.0.1"
     count: int = Field(default=1, ge=1, le=64)
     urls: tuple[str, ...] = ()
     command: tuple[str, ...] = SGLANG_COMMAND
@@ -187,6 +338,13 @@ class EnginePoolConfig(_Section):
             )
         return self
 
+    @field_validator("host")
+    @classmethod
+    def _one_address(cls, host: str) -> str:
+        if host in {"", "0.0.0.0", "::", "*"}:
+            raise ValueError(f"host {host!r}: must be one address, which engines listen on and workers call")
+        return host
+
     @field_validator("command")
     @classmethod
     def _placeholders(cls, command: tuple[str, ...]) -> tuple[str, ...]:
@@ -205,7 +363,8 @@ class EnginePoolConfig(_Section):
 
 # What named pools have of [engine] where they don't say it themselves.
 _SHARED_BY_POOLS = (
-    "command", "gpus_per_engine", "max_total_tokens", "context_length", "max_running_requests", "start_timeout_s",
+    "host", "command", "gpus_per_engine", "max_total_tokens", "context_length", "max_running_requests",
+    "start_timeout_s",
 )  # fmt: skip
 
 
@@ -489,7 +648,7 @@ def with_overrides(
     given: Mapping[str, Any], sets: Sequence[str], overrides: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
     """``given`` with ``sets`` and then ``overrides`` laid over it; None means: not said."""
-    merged = {section: dict(values) if isinstance(values, Mapping) else values for section, values in given.items()}
+    merged = copy.deepcopy(dict(given))
     for item in sets:
         _apply_set(merged, item)
     for section, values in overrides.items():
@@ -535,14 +694,17 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 def _apply_set(given: dict[str, Any], item: str) -> None:
     name, equals, text = item.partition("=")
-    section, dot, key = name.strip().partition(".")
-    if not equals or not dot or not section or not key:
+    *tables, key = name.strip().split(".")
+    if not equals or not tables or not all((*tables, key)):
         raise UsageError(f"--set {item!r}: must be section.key=value, for example rollout.group_size=4")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text.strip()  # a bare word is a string, so that --set sandbox.provider=fake needs no quotes
-    _section_of(given, section, "--set")[key] = value
+    table = given
+    for section in tables:
+        table = _section_of(table, section, "--set")
+    table[key] = value
 
 
 def _section_of(given: dict[str, Any], section: str, where: str) -> dict[str, Any]:

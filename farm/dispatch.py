@@ -39,7 +39,7 @@ from farm.types import (
     content_digest,
 )
 
-LOST_KINDS = frozenset({"worker_lost", "lease_expired", "cancelled"})
+LOST_KINDS = frozenset({"worker_lost", "preempted", "lease_expired", "cancelled"})
 
 _UNBOUNDED = 1 << 30
 

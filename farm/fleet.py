@@ -323,6 +323,7 @@ class Fleet:
             options = EngineOptions(
                 model=version.path,
                 version=version.name,
+                host=config.host,
                 max_total_tokens=config.max_total_tokens,
                 context_length=config.context_length,
                 max_running_requests=config.max_running_requests,
@@ -332,7 +333,8 @@ class Fleet:
                 command=config.command,
                 model=version.path,
                 version=version.name,
-                port=free_port(),
+                host=config.host,
+                port=free_port(config.host),
                 max_total_tokens=config.max_total_tokens,
                 context_length=config.context_length,
                 max_running_requests=config.max_running_requests,

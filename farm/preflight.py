@@ -6,16 +6,19 @@ Each check raises ``UsageError`` with one line: what, where, what is allowed, wh
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import shutil
 import socket
+import urllib.parse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from farm.agent import make_agent
-from farm.config import EnginePoolConfig, FarmConfig
+from farm.cluster.address import cluster_address
+from farm.config import ClusterConfig, EnginePoolConfig, FarmConfig
 from farm.engine.fitness import check_server
 from farm.engine.launch import share_out_gpus, visible_gpus
 from farm.errors import UsageError
@@ -65,8 +68,7 @@ def prepare(config: FarmConfig) -> Prepared:
                 f"renderer.name {config.renderer.name!r} takes no messages, agent 'external' sends them: use chat"
             )
         _check_engines(config)
-    _check_port(config.cluster.port)
-    _check_scheduler(config.cluster.address)
+    check_cluster(config)
     tasks = load_tasks(config.rollout.tasks, limit=config.rollout.limit)
     make_grader(config.grader.name)
     _check_parsers(tasks, config.grader.name)
@@ -184,6 +186,8 @@ def _check_safetensors(path: Path, advice: str) -> None:
 def _check_engines(config: FarmConfig) -> None:
     pools = config.engine.named_pools.values()
     for pool in pools:
+        if not pool.urls:
+            _check_engine_host(pool.host)
         for url in pool.urls:
             check_engine(url, where="engine.urls", config=config, pool=pool)
         if pool.kind == "launch" and shutil.which(pool.command[0]) is None:
@@ -204,16 +208,61 @@ def check_engine(url: str, *, where: str, config: FarmConfig, pool: EnginePoolCo
     )
 
 
-def _check_port(port: int) -> None:
-    if not port:
+def _check_engine_host(host: str) -> None:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind(address)
+    except OSError as error:
+        raise UsageError(
+            f"engine.host {host!r}: engines can't listen there ({error.strerror}); give an address of this machine"
+        ) from None
+
+
+def check_cluster(config: FarmConfig) -> None:
+    """What can be told of the cluster from here: the address and port of its scheduler, and the way to the engines."""
+    if needs_engine(config):
+        _check_engines_are_reached(config)
+    _check_port(config.cluster)
+    _check_scheduler(config.cluster.address)
+
+
+def _check_engines_are_reached(config: FarmConfig) -> None:
+    """Workers on other hosts can't call an engine on this machine's loopback."""
+    here = cluster_address(config.cluster)
+    if ipaddress.ip_address(here).is_loopback:
         return
-    with socket.socket() as probe:
+    for pool in config.engine.named_pools.values():
+        urls = pool.urls or (f"http://{pool.host}",)
+        for url in urls:
+            if _is_loopback(urllib.parse.urlsplit(url).hostname or ""):
+                key = "engine.urls" if pool.urls else "engine.host"
+                raise UsageError(
+                    f"{key}: {url} can't be reached by workers on other hosts (cluster.kind {config.cluster.kind!r}); "
+                    f"give an address of the engines' machine that they reach, for example {here}, and keep it closed "
+                    "to others: engines have no password"
+                )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _check_port(cluster: ClusterConfig) -> None:
+    if not cluster.port or cluster.kind == "join":
+        return
+    host = cluster_address(cluster)
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind((host, cluster.port))
         except OSError as error:
             raise UsageError(
-                f"cluster.port {port}: can't be used ({error.strerror}); choose a free one, or 0 for any"
+                f"cluster.port {cluster.port}: can't be used on {host} ({error.strerror}); choose a free one, or 0 for "
+                "any"
             ) from None
 
 

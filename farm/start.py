@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 # Keys of [engine] that say where engines are; the others say what they must be.
-_WHERE_ENGINES_ARE = ("kind", "count", "urls", "command", "gpus_per_engine", "start_timeout_s", "pools")
+_WHERE_ENGINES_ARE = ("kind", "host", "count", "urls", "command", "gpus_per_engine", "start_timeout_s", "pools")
 
 
 def open_run(path: Path, config: FarmConfig) -> RunFolder:
@@ -111,7 +111,7 @@ async def running_farm(
     run: RunFolder, config: FarmConfig, prepared: Prepared, *, progress: Callable[[str], None]
 ) -> AsyncIterator[Farm]:
     """A farm that is up and ready for :meth:`Farm.run`. ``progress`` is told what is being started."""
-    from farm.cluster import start_cluster  # imports Dask
+    from farm.cluster.opening import Site, open_cluster  # imports Dask
 
     async with contextlib.AsyncExitStack() as stack:
         lock = FolderLock(run.path / "farm.lock", "farm")
@@ -126,6 +126,12 @@ async def running_farm(
         provider_options = config.sandbox_options(run.path)
         provider = make_provider(config.sandbox.provider, **provider_options)
         await provider.sweep(now_s=time.time())
+        scratch = run.path / ".scratch"
+        shutil.rmtree(scratch, ignore_errors=True)  # of a farm that was killed
+        stack.callback(shutil.rmtree, scratch, ignore_errors=True)
+        site = Site(run=run.path, scratch=scratch, provider=config.sandbox.provider, provider_options=provider_options)
+        opened = await open_cluster(config.cluster, site)  # hosts are checked before engines are started
+        stack.push_async_callback(opened.close)
         policies: PolicyLog | None = None
         fleet: Engines | None = None
         model_path = ""
@@ -133,6 +139,8 @@ async def running_farm(
             policies = PolicyLog(run.policies)
             version = await asyncio.to_thread(publish_base, policies, prepared.base_policy)
             model_path = str(prepared.base_policy)
+            if config.cluster.kind != "local" and (first := policies.get(0)) is not None:
+                model_path = first.path  # in the run folder, which all hosts have; it is never pruned
             progress(f"starting engines on policy {version.name}")
             fleet = await _start_fleet(stack, run, config, version)
         minimum, _ = config.cluster.span
@@ -150,11 +158,11 @@ async def running_farm(
             fault_rate=config.inject.rate,
             fault_seed=config.inject.seed,
         )
-        scratch = run.path / ".scratch"
-        shutil.rmtree(scratch, ignore_errors=True)  # of a farm that was killed
-        stack.callback(shutil.rmtree, scratch, ignore_errors=True)
-        cluster = await start_cluster(
-            config.cluster, workers=minimum, runner=RUNNER, options={"options": options}, scratch=scratch
+        cluster = await opened.start(
+            workers=minimum,
+            runner=RUNNER,
+            options={"options": options},
+            engines=() if fleet is None else tuple(engine["url"] for engine in fleet.status()),
         )
         stack.push_async_callback(cluster.close)
         yield Farm(

@@ -61,6 +61,8 @@ def table(status: Mapping[str, Any], *, now_s: float | None = None) -> Renderabl
         f"{cluster['workers']} up, {cluster['target']} wanted, {cluster['draining']} draining; "
         f"{cluster['slots']} slots",
     )
+    if trouble := cluster.get("trouble"):
+        grid.add_row("", Text(trouble, style="yellow"))
     grid.add_row(
         "episodes",
         f"{episodes['in_flight']} in flight (limit {cluster['in_flight_limit']}), {episodes['waiting']} waiting, "

@@ -121,11 +121,20 @@ class EpisodeWorker:
         )
         self._faults = FaultPlan(rate=options.fault_rate, seed=options.fault_seed)
         self._engines: dict[str, Engine] = {}
+        self._distrusted = False
+
+    def distrust(self) -> None:
+        """From now on nothing lands from here: sandboxes may have been told to end together with this process, and an
+        episode that goes on without them would get a reward for it (Rule 3)."""
+        self._distrusted = True
 
     async def run(self, attempt: Attempt) -> Receipt | Returned:
         """Execute the attempt within its wall limit. Raises only ``CancelledError``."""
         trajectory = await self._bounded(attempt)
-        match trajectory.outcome:
+        outcome = trajectory.outcome
+        if self._distrusted:
+            outcome = classify(FarmError("its worker was told to go while it ran", kind="preempted"))
+        match outcome:
             case Failed() as failed:
                 return Returned(trajectory=trajectory, failed=failed)
             case Graded() as graded:

@@ -133,3 +133,20 @@ def test_a_finished_episode_waits_for_room_on_the_disk(tmp_path: Path) -> None:
         await worker.close()
 
     asyncio.run(main())
+
+
+def test_a_worker_that_is_being_taken_away_lands_nothing(tmp_path: Path) -> None:
+    async def main() -> None:
+        worker = EpisodeWorker(worker="w1", options=options(tmp_path))
+        worker.distrust()
+        result = await worker.run(make_attempt())
+        await worker.close()
+        assert isinstance(result, Returned)
+        assert (result.failed.boundary, result.failed.kind, result.failed.retryable) == (
+            Boundary.FARM,
+            "preempted",
+            True,
+        )
+        assert DirectoryLog(tmp_path / "log").landed() == set()
+
+    asyncio.run(main())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from farm.config import FarmConfig, load_config, parse_config, parse_workers, to_json
+from farm.config import FarmConfig, load_config, parse_config, parse_workers, to_json, with_overrides
 from farm.errors import UsageError
 from farm.types import Boundary
 
@@ -47,6 +47,16 @@ def test_file_then_sets_then_options(tmp_path: Path) -> None:
     assert (config.rollout.group_size, config.rollout.seed, config.rollout.tasks) == (4, 2, "micro:benchmark")
     assert config.sandbox.provider == "bubblewrap"
     assert config.cluster.span == (1, 4)
+
+
+def test_sets_reach_tables_within_sections() -> None:
+    given = {"cluster": {"slurm": {"partition": "gpu", "cpus": 4}}}
+    merged = with_overrides(given, ["cluster.slurm.partition=cpu", 'cluster.kubernetes.patch={a = "b"}'], {})
+    config = parse_config(merged).cluster
+    assert (config.slurm.partition, config.slurm.cpus, config.kubernetes.patch) == ("cpu", 4, {"a": "b"})
+    assert given == {"cluster": {"slurm": {"partition": "gpu", "cpus": 4}}}, "what was given was changed"
+    with pytest.raises(UsageError, match=r"cluster\.slurm\.partitoin: unknown key; did you mean 'partition'"):
+        parse_config(with_overrides({}, ["cluster.slurm.partitoin=cpu"], {}))
 
 
 def test_pools_have_what_they_don_t_say_from_the_section() -> None:

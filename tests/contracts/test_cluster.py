@@ -1,4 +1,5 @@
-"""farm/cluster.py on a real LocalCluster: results, loss, cancel, drain, clean end."""
+"""What every kind of cluster does: results, loss, cancel, drain, a clean end. ``cluster_kinds`` says which kinds there
+are; ``ci/clusters.sh`` sets up those that need more than Python."""
 
 from __future__ import annotations
 
@@ -9,70 +10,37 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from cluster_kinds import ELASTIC, KINDS, RUNNER, kinds
+from cluster_kinds import make_attempt as attempt
 
 from farm.cluster import Cluster, ClusterEvent, Finished, Lost, Size, start_cluster
 from farm.config import ClusterConfig
-from farm.types import Attempt, Episode, InlineFiles, Task
-
-RUNNER = '''
-"""A runner for tests: the task's problem statement says what to do."""
-import asyncio, os, time
-
-
-class Runner:
-    def __init__(self, *, worker, folder):
-        self.worker, self.folder = worker, folder
-
-    async def run(self, attempt):
-        words = attempt.episode.task.problem_statement.split()
-        open(os.path.join(self.folder, f"started-{attempt.episode.index}-{attempt.number}-{os.getpid()}"), "w").close()
-        if words[0] == "sleep":
-            await asyncio.sleep(float(words[1]))
-        if words[0] == "block":
-            time.sleep(float(words[1]))
-        if words[0] == "raise":
-            raise RuntimeError("a defect")
-        return {"index": attempt.episode.index, "pid": os.getpid(), "worker": self.worker}
-
-    async def close(self):
-        open(os.path.join(self.folder, f"closed-{os.getpid()}"), "w").close()
-'''
-
-
-def attempt(index: int, what: str, number: int = 1) -> Attempt:
-    task = Task(
-        instance_id="t",
-        dataset="d",
-        repo="r",
-        base_commit="c",
-        problem_statement=what,
-        patch="",
-        test_patch="",
-        fail_to_pass=(),
-        pass_to_pass=(),
-        eval_script="",
-        log_parser="x",
-        workspace=InlineFiles(files={}),
-    )
-    episode = Episode(task=task, group_id="g", index=index, group_size=64, seed=index)
-    return Attempt(episode=episode, number=number, engine_url="", min_version=0, queued_at_s=0.0)
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "dask_test_runner.py").write_text(RUNNER)
+    (tmp_path / "cluster_test_runner.py").write_text(RUNNER)
+    (tmp_path / "logs").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
 
 
-def with_cluster(folder: Path, use: Callable[[Cluster], Awaitable[None]], *, workers: int = 2, slots: int = 4) -> None:
-    async def main() -> None:
+@pytest.fixture(params=kinds())
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def with_cluster(
+    kind: str, folder: Path, use: Callable[[Cluster], Awaitable[None]], *, workers: int = 2, slots: int = 4
+) -> None:
+    async def main(config: ClusterConfig) -> None:
         cluster = await start_cluster(
-            ClusterConfig(slots=slots),
+            config,
             workers=workers,
-            runner="dask_test_runner:Runner",
+            runner="cluster_test_runner:Runner",
             options={"folder": str(folder)},
             scratch=folder / "scratch",
+            run=folder,
         )
         try:
             async with asyncio.timeout(100):
@@ -80,7 +48,8 @@ def with_cluster(folder: Path, use: Callable[[Cluster], Awaitable[None]], *, wor
         finally:
             await cluster.close()
 
-    asyncio.run(main())
+    with KINDS[kind](folder, workers=workers, slots=slots) as config:
+        asyncio.run(main(config))
 
 
 async def started(folder: Path, count: int) -> list[Path]:
@@ -95,9 +64,9 @@ async def scaled(cluster: Cluster, workers: int, *, slots: int) -> Size:
     return size
 
 
-def test_results_slots_blocking_and_defects(folder: Path) -> None:
+def test_results_slots_blocking_and_defects(kind: str, folder: Path) -> None:
     async def use(cluster: Cluster) -> None:
-        assert cluster.address.startswith("tcp://127.0.0.1:")
+        assert cluster.address.startswith(("tcp://127.0.0.1:", "tls://"))
         size = await cluster.scale(2)
         assert (size.workers, size.slots, size.draining) == (2, 8, 0)
         for index in range(20):
@@ -111,10 +80,10 @@ def test_results_slots_blocking_and_defects(folder: Path) -> None:
         assert (lost.kind, lost.episode_id) == ("defect", attempt(20, "raise").episode.id)
         assert "a defect" in lost.message
 
-    with_cluster(folder, use)
+    with_cluster(kind, folder, use)
 
 
-def test_killed_worker_comes_back_as_events_and_is_replaced(folder: Path) -> None:
+def test_killed_worker_comes_back_as_events_and_is_replaced(kind: str, folder: Path) -> None:
     async def use(cluster: Cluster) -> None:
         for index in range(8):
             cluster.submit(attempt(index, "sleep 3"))
@@ -129,12 +98,13 @@ def test_killed_worker_comes_back_as_events_and_is_replaced(folder: Path) -> Non
         rest = [await cluster.events.get() for _ in range(9 - len(here))]
         assert all(isinstance(event, Finished) for event in rest)
         assert len(list(folder.glob("started-*"))) == 9
-        await scaled(cluster, 2, slots=8)
+        if kind in ELASTIC:
+            await scaled(cluster, 2, slots=8)
 
-    with_cluster(folder, use)
+    with_cluster(kind, folder, use)
 
 
-def test_cancel_frees_the_slot_and_close_stops_what_runs(folder: Path) -> None:
+def test_cancel_frees_the_slot_and_close_stops_what_runs(kind: str, folder: Path) -> None:
     async def use(cluster: Cluster) -> None:
         cluster.submit(attempt(0, "sleep 60"))
         await started(folder, 1)
@@ -148,11 +118,11 @@ def test_cancel_frees_the_slot_and_close_stops_what_runs(folder: Path) -> None:
         cluster.submit(attempt(2, "sleep 60"))
         await started(folder, 3)
 
-    with_cluster(folder, use, workers=1, slots=1)
-    assert len(list(folder.glob("closed-*"))) == 1
+    with_cluster(kind, folder, use, workers=1, slots=1)
+    assert len(list(folder.glob("closed-*"))) == (kind in ELASTIC), "the workers of others stay"
 
 
-def test_scale_down_drains_and_up_again(folder: Path) -> None:
+def test_scale_down_drains_and_up_again(kind: str, folder: Path) -> None:
     async def use(cluster: Cluster) -> None:
         for index in range(4):
             cluster.submit(attempt(index, "sleep 1.0"))
@@ -166,6 +136,8 @@ def test_scale_down_drains_and_up_again(folder: Path) -> None:
         assert (await scaled(cluster, 1, slots=2)).draining == 0
         late = [event.result["pid"] for event in events if isinstance(event, Finished) and event.result["index"] >= 4]
         assert len(set(late)) == 1, "a draining worker took new work"
+        if kind not in ELASTIC:
+            return
         await scaled(cluster, 2, slots=4)
 
         # A drain is taken back when demand returns before it has ended.
@@ -180,4 +152,4 @@ def test_scale_down_drains_and_up_again(folder: Path) -> None:
         assert all(isinstance(event, Finished) for event in events)
         assert len({event.result["pid"] for event in events if isinstance(event, Finished)}) == 2
 
-    with_cluster(folder, use, slots=2)
+    with_cluster(kind, folder, use, slots=2)
