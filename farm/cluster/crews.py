@@ -188,11 +188,11 @@ class LaunchedCrew:
             self._tell(f"{name} ({state.where}) failed: {state.message or f'exit code {state.code}'}")
         ends = [self._launcher.stop(name) for name in steps.stop]
         ends += [self._launcher.withdraw(name) for name in steps.withdraw]
-        for error in await asyncio.gather(*ends, return_exceptions=True):
-            if isinstance(error, FarmError):  # seen again, and tried again
-                self._tell(str(error))
-            elif error is not None:
-                raise error
+        for ended in await asyncio.gather(*ends, return_exceptions=True):
+            if isinstance(ended, FarmError):  # seen again, and tried again
+                self._tell(str(ended))
+            elif ended is not None:
+                raise ended
         for name in steps.start:
             try:
                 await self._launcher.start(name)
