@@ -6,13 +6,18 @@ weights, tokenizers, checkpoints, and what processes printed. So an experiment m
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shutil
 from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 
+from farm.durable import write_json
 from harness import derived
+from harness.code_digest import short_digest
 from harness.provenance import ROOT
 
+_DONE = "done.json"
 _KEPT_TYPES = frozenset({".json", ".jsonl"})
 _NOT_KEPT = frozenset({"trajectories", "policies", "policy", "checkpoints", "demonstrations", "tokenizer.json"})
 
@@ -30,6 +35,16 @@ def keep(stages: Iterable[Path], target: Path) -> None:
                 place.write_text(file.read_text(encoding="utf-8").replace(f"{ROOT}/", ""), encoding="utf-8")
             else:
                 shutil.copyfile(file, place)
+        done = target / stage.name / _DONE
+        write_json(done, json.loads(done.read_text(encoding="utf-8")) | {"kept": digest(done.parent)})
+
+
+def digest(kept: Path) -> str:
+    """Of all files kept of a stage but its ``done.json``, which holds it: so that none is changed or exchanged
+    unnoticed."""
+    files = sorted(file for file in kept.rglob("*") if file.is_file() and file != kept / _DONE)
+    found = [[str(f.relative_to(kept)), hashlib.sha256(f.read_bytes()).hexdigest()] for f in files]
+    return short_digest(found)
 
 
 def forget(target: Path, *, keep: Container[str]) -> None:

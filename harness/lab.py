@@ -10,6 +10,7 @@ be made again from its logs.
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import signal
@@ -115,10 +116,10 @@ class Lab:
     def _done(self, name: str) -> dict[str, Any]:
         """What a finished stage says of itself; empty when it is not finished."""
         try:
-            done: dict[str, Any] = json.loads((self.folder / name / "done.json").read_text())
-        except FileNotFoundError:
+            done = json.loads((self.folder / name / "done.json").read_text())
+        except (FileNotFoundError, ValueError):  # one that is damaged is made again
             return {}
-        return done
+        return done if isinstance(done, dict) and "wall_s" in done else {}
 
     def evaluate(self, name: str, policy: Path, *, settings: tuple[str, ...] = ()) -> Path:
         """The run folder of ``policy`` on the benchmark."""
@@ -286,8 +287,10 @@ class Lab:
             raise StageError(f"{told} ended with {code}:\n{_tail(log)}")
 
     def _start(self, log: Path, program: str, *arguments: str) -> subprocess.Popen[bytes]:
+        """It dies with this process, whatever ends that: nothing runs on beside the next try."""
+        tether = (sys.executable, "-m", "farm.engine.tether", str(os.getpid()))
         with log.open("ab") as file:
-            return subprocess.Popen([str(self.programs / program), *arguments], stdout=file, stderr=file)
+            return subprocess.Popen([*tether, str(self.programs / program), *arguments], stdout=file, stderr=file)
 
 
 def _sets(settings: tuple[str, ...]) -> tuple[str, ...]:

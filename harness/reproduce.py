@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from farm import __version__
-from farm.durable import write_json
+from farm.durable import FolderLock, write_json
 from farm.errors import UsageError
 from harness import back_ends, claims, document, evidence, experiments, report, sections, shape, twin_cells
 from harness.claims import Claim
@@ -41,10 +41,16 @@ def reproduce(claim_ids: tuple[str, ...], *, profile_name: str, out: Path | None
     folder = out or (REPORTS / __version__ if profile_name == "full" else BUILD / profile_name / "report")
     console = Console()
     lab = Lab(folder=BUILD / profile_name, profile=settings, console=console, plan=_plan(chosen, settings))
-    problems = _run(chosen, lab)
-    _keep(lab, folder, problems, {claim.id for claim in chosen})
-    made = rebuild(folder)
-    report.write(folder, made)
+    lab.folder.mkdir(parents=True, exist_ok=True)
+    lock = FolderLock(lab.folder / "reproduce.lock", "reproduction")
+    lock.acquire()
+    try:
+        problems = _run(chosen, lab)
+        _keep(lab, folder, problems, {claim.id for claim in chosen})
+        made = rebuild(folder)
+        report.write(folder, made)
+    finally:
+        lock.release()
     show(made, console)
     console.print(f"report: {folder / 'report.html'}")
     return int(bool(problems))

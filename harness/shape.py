@@ -91,13 +91,15 @@ class Origin(_Shape):
 
 
 class Done(_Shape):
-    """``done.json`` of a finished stage. Older ones do not say whether the checkout was dirty, nor the machine."""
+    """``done.json`` of a finished stage. ``kept``: of the files kept beside it. Older ones do
+    not say it, nor whether the checkout was dirty, nor the machine."""
 
     wall_s: float
     commit: str | None = None
     dirty: bool | None = None
     machine: str | None = None
     key: dict[str, str] | None = None
+    kept: str | None = None
 
 
 def check(shape: type[_Shape], value: Any, *, where: Path, remedy: str) -> None:

@@ -26,6 +26,8 @@ def stage_facts(stage: Path) -> dict[str, Any]:
         runs = {str(run.relative_to(stage)): _run(run) for run in evidence.runs(stage)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # pyarrow's own is a ValueError
         raise UsageError(f"{stage}: its logs are damaged ({type(error).__name__}: {error}); {_REMEDY}") from None
+    if done.get("kept") not in (None, evidence.digest(stage)):
+        raise UsageError(f"{stage}: its logs are not those that were kept; {_REMEDY}")
     return {
         "commit": done.get("commit"),
         "dirty": done.get("dirty"),

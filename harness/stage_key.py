@@ -9,7 +9,7 @@ from pathlib import Path
 
 from harness.code_digest import ROOT, captured, plain, reached, short_digest, tree_digest
 from harness.profiles import Profile
-from harness.provenance import PACKAGES
+from harness.provenance import PACKAGES, machine
 
 Key = Mapping[str, str]
 
@@ -19,7 +19,8 @@ _DEFAULT_SUITE = "micro"  # what the commands use when no task source is named
 
 
 def stage_key(work: Callable[[Path], None], profile: Profile) -> dict[str, str]:
-    """Digests of the code that ``work`` reaches, the settings it was made with, the data and the back ends it uses.
+    """Digests of the code that ``work`` reaches, the settings it was made with, the data and the back ends it uses, and
+    of the machine: what was measured on another one is no figure of this one.
 
     Raises TypeError for a captured value that has no digest."""
     found = reached(work)
@@ -32,6 +33,7 @@ def stage_key(work: Callable[[Path], None], profile: Profile) -> dict[str, str]:
         "data": short_digest(_data(found.names, runs_a_command=found.runs_a_command)),
         "back_ends": short_digest(plain(profile.back_ends)),
         "versions": short_digest({name: metadata.version(name) for name in PACKAGES}),
+        "machine": short_digest({name: value for name, value in machine().items() if name != "system"}),
     }
 
 

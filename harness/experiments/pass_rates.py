@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from farm.types import Trajectory
+from farm.types import PolicyVersion, Trajectory
 from harness import metrics, stats
 from harness.claims import Measurement
 from harness.experiments.runs import landed, policies, settings, sources, steps
-from harness.lab import Lab
+from harness.lab import Lab, StageError
 from harness.stats import Estimate
 
 POPULATIONS = {
@@ -30,6 +30,8 @@ def base(lab: Lab) -> Measurement:
 
 def sft(lab: Lab) -> Measurement:
     before, run = lab.evaluate("base", lab.profile.policy), lab.evaluate("sft", lab.sft())
+    if lab.archive and lab.has("rl"):
+        _check_policy(run, policies(lab.folder / "rl" / "run")[0], "RL began with")
     gain, p = _gain(run, before)
     return _measurement(run, _score(run), holds=gain.low > 0, detail={"gain_over_base": _points(gain), "p": p})
 
@@ -37,6 +39,7 @@ def sft(lab: Lab) -> Measurement:
 def rl(lab: Lab) -> Measurement:
     before, training = lab.evaluate("sft", lab.sft()), lab.rl()
     run = lab.evaluate("rl", Path(policies(training)[-1].path))
+    _check_policy(run, policies(training)[-1], "RL ended with")
     gain, p = _gain(run, before)
     curve = [{"step": s["step"], "pass_rate": s["pass_rate"]} for s in steps(training)]
     return _measurement(
@@ -52,6 +55,12 @@ def rl(lab: Lab) -> Measurement:
         },
         figures={"learning_curve": curve},
     )
+
+
+def _check_policy(run: Path, expected: PolicyVersion, what: str) -> None:
+    """Stages are kept and made again one by one: theirs must be one story."""
+    if policies(run)[0].digest != expected.digest:
+        raise StageError(f"{run.parent.name} is of another policy than {what}; run `harness reproduce --all`")
 
 
 def _score(run: Path) -> Estimate:

@@ -7,14 +7,15 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.table import Table
 
-from farm.durable import write_json
+from farm.durable import FolderLock, write_json
 from farm.errors import UsageError
 from farm.policy_log import weights_digest
 from farm.preflight import check_policy
@@ -46,8 +47,7 @@ def gate(path: Path, *, base: str | None, policy: Path | None, budget_minutes: f
     _check_tasks(baseline, path)
     commit = trees.resolve(ROOT, base or baseline.commit)
     signal.signal(signal.SIGTERM, _end)
-    folder = _fresh(FOLDER)
-    with trees.worktree(ROOT, commit, folder / "base-tree") as base_tree:
+    with _fresh(FOLDER) as folder, trees.worktree(ROOT, commit, folder / "base-tree") as base_tree:
         sides = {Side.BASE: base_tree, Side.CANDIDATE: Tree(name="this tree", path=ROOT)}
         for tree in sides.values():
             tree.check()
@@ -100,17 +100,17 @@ def update(path: Path, *, policy: Path | None, limit: int | None) -> int:
     this = Tree(name="this tree", path=ROOT)
     this.check()
     signal.signal(signal.SIGTERM, _end)
-    folder = _fresh(FOLDER)
-    bench = LocalBench(
-        folder, {Side.CANDIDATE: this}, policy=chosen, tasks=spec, limit=limit, steps=design.steps, seed=seed,
-        say=lambda text: console.print(text, highlight=False),
-    )  # fmt: skip
     attempts = design.attempts[-1]
-    console.print(f"{attempts} attempts at each of {len(tasks)} tasks")
-    try:
-        counts = bench.rollouts(attempts, 0)
-    except BenchError as error:
-        raise UsageError(f"--update-baseline: nothing was measured: {error}") from None
+    with _fresh(FOLDER) as folder:
+        bench = LocalBench(
+            folder, {Side.CANDIDATE: this}, policy=chosen, tasks=spec, limit=limit, steps=design.steps, seed=seed,
+            say=lambda text: console.print(text, highlight=False),
+        )  # fmt: skip
+        console.print(f"{attempts} attempts at each of {len(tasks)} tasks")
+        try:
+            counts = bench.rollouts(attempts, 0)
+        except BenchError as error:
+            raise UsageError(f"--update-baseline: nothing was measured: {error}") from None
     weights = {task.instance_id: task.weight for task in tasks}
     fresh = Baseline(
         commit=trees.head(ROOT),
@@ -164,10 +164,18 @@ def _check_tasks(baseline: Baseline, path: Path) -> None:
         )
 
 
-def _fresh(folder: Path) -> Path:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    return folder
+@contextmanager
+def _fresh(folder: Path) -> Iterator[Path]:
+    """``folder``, emptied, for this gate alone. Raises UsageError while another runs in this checkout."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = FolderLock(folder.with_suffix(".lock"), "gate")
+    lock.acquire()
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        yield folder
+    finally:
+        lock.release()
 
 
 def _record(outcome: Outcome, design: Design) -> dict[str, Any]:

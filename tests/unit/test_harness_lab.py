@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from rich.console import Console
 
@@ -44,6 +48,44 @@ def test_a_trainer_that_fails_is_quoted_and_its_farm_ended(tmp_path: Path) -> No
     bench = lab(tmp_path, farm="trap 'kill $!; exit 0' INT; sleep 600 & wait", train="echo no policy >&2; exit 2")
     with pytest.raises(StageError, match=r"`trainer train .*` ended with 2:\nno policy"):
         bench.rl()
+
+
+def test_what_a_killed_reproduction_started_dies_with_it(tmp_path: Path) -> None:
+    bench = lab(
+        tmp_path,
+        farm=f"echo $$ > {tmp_path}/farm; exec sleep 600",
+        train=f"echo $$ > {tmp_path}/trainer; exec sleep 600",
+    )
+    child = os.fork()
+    if child == 0:
+        try:
+            bench.rl()
+        finally:
+            os._exit(1)
+    pids = [int(_written(tmp_path / name)) for name in ("farm", "trainer")]
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    give_up_at = time.monotonic() + 20
+    while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < give_up_at:
+        time.sleep(0.05)
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def _written(file: Path) -> str:
+    give_up_at = time.monotonic() + 20
+    while not (file.exists() and file.read_text().endswith("\n")) and time.monotonic() < give_up_at:
+        time.sleep(0.05)
+    return file.read_text()
+
+
+def test_a_damaged_record_of_a_stage_costs_that_stage_only(tmp_path: Path) -> None:
+    bench = lab(tmp_path, farm="trap 'kill $!; exit 0' INT; sleep 600 & wait", train="exit 0")
+    bench.rl()
+    (bench.folder / "rl" / "done.json").write_text('{"wall_s": 1')
+    (bench.folder / "old").mkdir()
+    (bench.folder / "old" / "done.json").write_text("[]")
+    bench.rl()
+    assert json.loads((bench.folder / "rl" / "done.json").read_text())["wall_s"] > 0
 
 
 def test_a_stage_whose_farm_outlives_its_trainer_is_done(tmp_path: Path) -> None:
