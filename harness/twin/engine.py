@@ -56,8 +56,6 @@ class Request:
     aborted: bool = False
     cached_tokens: float = 0.0
     retractions: int = 0
-    queued_at_s: float = 0.0
-    first_token_at_s: float | None = None
     target: int = 0  # how many it will have sampled at its end
     _entry: int = 0  # number of its live entry in the heap of finishes; 0: not running
     _since: float = 0.0  # decode steps done when it was admitted
@@ -71,7 +69,6 @@ class Request:
         self.target = sample if sample < max_new_tokens else max_new_tokens
         self.sampled = 0.0
         self.cut = False
-        self.first_token_at_s = None
 
 
 @dataclass(slots=True)
@@ -79,10 +76,6 @@ class EngineTotals:
     """Counts and peaks since the start; ``peak_use`` is a share of the capacity. The queue is counted while the engine
     is not paused for an update."""
 
-    requests: int = 0
-    sampled: float = 0.0
-    prompt: float = 0.0
-    cached: float = 0.0
     retracted: int = 0
     aborted: int = 0
     peak_use: float = 0.0
@@ -107,7 +100,7 @@ class EngineModel:
     _steps: float = 0.0
     _at_s: float = 0.0  # how far the state has been advanced; ahead of the time while it prefills
     _tokens: float = 0.0  # KV that is stored for running requests
-    _reads: float = 0.0  # KV that a step reads: a shared prefix once for each request
+    _shared: float = 0.0  # KV that a step reads beside that: a shared prefix is read once for each request
     _groups: dict[str, int] = field(default_factory=dict)  # running requests of each
     _running: dict[int, Request] = field(default_factory=dict)  # by entry, in order of admission
     _finishes: list[tuple[float, int]] = field(default_factory=list)
@@ -152,14 +145,12 @@ class EngineModel:
     # ------------------------------------------------------------------------------------- what is done to it
 
     def submit(self, request: Request) -> None:
-        request.queued_at_s = self.timeline.now_s
         self._waiting.append(request)
-        self.totals.requests += 1
-        self._settle(came=1)
+        self._settle(1)
 
     def abort(self, request: Request) -> None:
         """The request ends with what it has, without calling ``on_done``."""
-        self._advance(self.timeline.now_s)
+        self._advance()
         if request._entry:
             self._leave(request)
         else:
@@ -170,7 +161,7 @@ class EngineModel:
 
     def pause(self) -> None:
         """All running requests go back to the queue, in their order, and their KV is dropped."""
-        self._advance(self.timeline.now_s)
+        self._advance()
         for request in reversed(list(self._running.values())):
             self._leave(request)
             self._waiting.appendleft(request)
@@ -179,7 +170,7 @@ class EngineModel:
 
     def resume(self, step: int | None = None) -> None:
         """Go on; with a ``step``, after its weights were loaded: nothing kept is valid any more."""
-        self._advance(self.timeline.now_s)
+        self._advance()
         if step is not None:
             self.step = step
             self._kept.clear()
@@ -189,36 +180,35 @@ class EngineModel:
 
     # ------------------------------------------------------------------------------------- time
 
-    def _advance(self, now_s: float, *, came: int = 0) -> None:
-        """Decode until ``now_s``. Never past a finish or a full cache: those are events of their own. ``came``: of
-        those that wait, who has only come at ``now_s``."""
+    def _advance(self, came: int = 0) -> None:
+        """Decode until now. Never past a finish or a full cache: those are events of their own. ``came``: of those that
+        wait, who has only come now."""
+        now_s = self.timeline.now_s
         gone_s = now_s - self._at_s
         if gone_s <= 0.0:
             return
         self._at_s = now_s
         batch = len(self._running)
-        totals = self.totals
         if self._waiting and not self._paused:
-            totals.queue_s += gone_s * (len(self._waiting) - came)
+            self.totals.queue_s += gone_s * (len(self._waiting) - came)
         if not batch:
             return
-        totals.busy_s += gone_s
-        speed = self.speed
-        rate = speed.kv_token_s * batch
-        first = speed.step_s[batch] + speed.kv_token_s * self._reads
+        totals, speed, tokens = self.totals, self.speed, self._tokens
+        token_s = speed.kv_token_s
+        rate = token_s * batch
+        first = speed.step_s[batch] + token_s * (tokens + self._shared)
         steps = (math.sqrt(first * first + 2.0 * rate * gone_s) - first) / rate if rate > 0.0 else gone_s / first
         more = batch * steps
         self._steps += steps
-        totals.use_s += gone_s * (self._tokens + 0.5 * more) / self.capacity_tokens
-        self._tokens += more
-        self._reads += more
+        self._tokens = tokens + more
+        totals.busy_s += gone_s
+        totals.use_s += gone_s * (tokens + 0.5 * more) / self.capacity_tokens
 
-    def _settle(self, *, came: int = 0) -> None:
+    def _settle(self, came: int = 0) -> None:
         """Everything that follows until now and from the present state: decoding, finishes, admissions, evictions, the
         next event."""
+        self._advance(came)
         timeline, running, finishes, waiting = self.timeline, self._running, self._finishes, self._waiting
-        if timeline.now_s > self._at_s:
-            self._advance(timeline.now_s, came=came)
         if finishes and finishes[0][0] <= self._steps + _DUE_STEPS:
             self._finish_due()
         totals, capacity = self.totals, self.capacity_tokens
@@ -257,7 +247,7 @@ class EngineModel:
             steps = 0.0
         speed = self.speed
         self._due_s = due_s = self._at_s + steps * (
-            speed.step_s[batch] + speed.kv_token_s * (self._reads + 0.5 * batch * steps)
+            speed.step_s[batch] + speed.kv_token_s * (tokens + self._shared + 0.5 * batch * steps)
         )
         if due_s < self._wake_s:
             self._call(due_s)
@@ -299,7 +289,6 @@ class EngineModel:
             if group not in kept:
                 kept[group] = request.group_tokens
                 self._kept_tokens += request.group_tokens
-            self.totals.sampled += request.target
             request.on_done(request)
 
     def _leave(self, request: Request) -> None:
@@ -308,18 +297,18 @@ class EngineModel:
         more = self._steps - request._since
         request._entry = 0
         request.sampled += more
-        request.tokens += more
-        self._reads -= request.tokens
-        self._tokens -= request.tokens
+        request.tokens = tokens = request.tokens + more
         if self.shares_prefixes:
-            others = self._groups[request.group] - 1
-            if others:
-                self._groups[request.group] = others
-                self._tokens += request.group_tokens
+            groups, group = self._groups, request.group
+            groups[group] -= 1
+            if groups[group]:
+                self._shared -= request.group_tokens
+                tokens -= request.group_tokens
             else:
-                del self._groups[request.group]
+                del groups[group]
+        self._tokens -= tokens
         if not self._running:
-            self._tokens = self._reads = 0.0  # no rounding is left behind
+            self._tokens = self._shared = 0.0  # no rounding is left behind
 
     def _evict(self) -> None:
         while self._kept and self._kept_tokens + self._tokens > self.capacity_tokens:
@@ -349,45 +338,41 @@ class EngineModel:
     # ------------------------------------------------------------------------------------- requests come
 
     def _admit(self) -> None:
-        waiting, running, kept, speed = self._waiting, self._running, self._kept, self.speed
-        totals, now_s = self.totals, self.timeline.now_s
+        waiting, running, kept, groups = self._waiting, self._running, self._kept, self._groups
+        now_s = self.timeline.now_s
         if self._at_s < now_s:
             self._at_s = now_s
         while waiting and len(running) < self.max_running:
             request = waiting[0]
-            tokens = request.tokens
-            batch = len(running) + 1
-            if self._tokens + tokens + batch * CLIP_NEW_TOKENS > self.capacity_tokens and not self._fits(request):
+            tokens, group = request.tokens, request.group
+            if self._tokens + tokens + (len(running) + 1) * CLIP_NEW_TOKENS > self.capacity_tokens and not self._fits(
+                request
+            ):
                 return
-            waiting.popleft()
+            del waiting[0]
             cached = kept.pop(request.prefix, 0.0)
             if cached:
                 self._kept_tokens -= cached
-            elif request.group in kept:
-                cached = kept[request.group] = kept.pop(request.group)
+            elif group in kept:
+                cached = kept[group] = kept.pop(group)
             if cached > tokens - 1.0:
                 cached = tokens - 1.0  # the last token is always computed: its logits are needed
-            self._at_s += speed.prefill_s(tokens - cached, cached)
-            if request.first_token_at_s is None:
-                request.first_token_at_s = self._at_s
-                request.cached_tokens = cached
-                totals.prompt += tokens
-                totals.cached += cached
-            sampled = request.sampled = request.sampled + 1.0
+            request.cached_tokens = cached
+            self._at_s += self.speed.prefill_s(tokens - cached, cached)
+            request.sampled += 1.0
             request.tokens = tokens = tokens + 1.0
-            self._reads += tokens
             if self.shares_prefixes:
-                others = self._groups.get(request.group, 0)
-                self._groups[request.group] = others + 1
-                if others:
+                if group in groups:
+                    groups[group] += 1
+                    self._shared += request.group_tokens
                     tokens -= request.group_tokens
+                else:
+                    groups[group] = 1
             self._tokens += tokens
-            entry = self._entry = self._entry + 1
-            request._entry = entry
-            steps = request._since = self._steps
+            entry = self._entry = request._entry = self._entry + 1
             running[entry] = request
-            left = request.target - sampled
-            heapq.heappush(self._finishes, (steps + left if left > 0.0 else steps, entry))
+            steps = request._since = self._steps
+            heapq.heappush(self._finishes, (steps + max(0.0, request.target - request.sampled), entry))
 
     def _fits(self, request: Request) -> bool:
         """Whether it does by SGLang's estimate, when it would not if all took as much as they may."""
