@@ -30,6 +30,7 @@ class Claim:
     back_ends: tuple[str, ...] = ()
     rule: str = ""
     require: tuple[Condition, ...] = ()
+    enough: tuple[Condition, ...] = ()
     twin: str = ""
 
 
@@ -75,5 +76,6 @@ def _claim(row: dict[str, Any], sources: Mapping[str, str]) -> Claim:
             "source": sources[row["source"]],
             "back_ends": tuple(row.get("back_ends", ())),
             "require": tuple(map(rules.parse, row.get("require", ()))),
+            "enough": tuple(map(rules.parse, row.get("enough", ()))),
         }
     )

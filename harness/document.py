@@ -21,6 +21,7 @@ from harness.claims import Claim, Measurement
 
 SCHEMA = 2
 HOLDS, DIFFERS, NOT_RUN, NOT_BUILT = "holds", "differs", "not run", "not built yet"
+TOO_LITTLE = "too little data"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,13 +75,19 @@ def read(path: Path) -> dict[str, Any]:
 def verdict(claim: Claim, row: Mapping[str, Any]) -> tuple[str, str]:
     """(status, why it could not be judged) of a row of the document, by the claim's rule as it is now.
 
-    A row without figures was not run, whatever it says, and so was one whose experiment could not decide; a row that
-    only its own experiment can judge keeps its status."""
+    A row without figures was not run, whatever it says, and so was one whose experiment could not decide. One that
+    rests on too little data, or whose figure or interval is not finite, is not judged. A row that only its own
+    experiment can judge keeps its status."""
     if (row["here"] is None and not row["detail"].get("measured")) or row["detail"].get("undecided"):
         return (NOT_BUILT if row["status"] == NOT_BUILT else NOT_RUN), ""
+    here = row["here"]
+    if here is not None and any(rules.number(here.get(part)) is None for part in ("value", "low", "high")):
+        return NOT_RUN, "the rule can't be judged: the figure or its interval is not finite"
+    figures = {"here": here or {}, "measured": row["detail"].get("measured", {})}
+    if lacking := rules.unmet(claim.enough, figures):
+        return NOT_RUN, f"{TOO_LITTLE}: the rule is judged from {' and '.join(lacking)} on"
     if not claim.require:
         return row["status"], ""
-    figures = {"here": row["here"] or {}, "measured": row["detail"].get("measured", {})}
     answer = rules.judge(claim.require, figures)
     if answer is None:
         return NOT_RUN, f"the rule can't be judged: no figure for {', '.join(rules.untold(claim.require, figures))}"
@@ -124,6 +131,7 @@ def _row(row: Row, back_ends: Mapping[str, str], stages: Mapping[str, Any]) -> d
         "metric": claim.metric,
         "rule": claim.rule,
         "require": [str(condition) for condition in claim.require],
+        "enough": [str(condition) for condition in claim.enough],
         "experiment": claim.experiment,
         "back_ends": {role: back_ends.get(role, "") for role in claim.back_ends},
         "stages": list(row.stages),

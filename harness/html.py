@@ -62,6 +62,7 @@ def _claim(claim: Mapping[str, Any], owners: Mapping[str, str]) -> dict[str, Any
         "metric": detail["metric"],
         "rule": detail["rule"],
         "require": detail["require"],
+        "enough": detail["enough"],
         "no_twin": detail.get("no_twin", ""),
         "run": sections.what_was_run(claim),
         "problem": detail.get("problem", ""),

@@ -83,6 +83,7 @@ def _claim(claim: Mapping[str, Any], pictures: list[str]) -> list[str]:
         f"* rule: {detail['rule']}{''.join(f'; `{condition}`' for condition in detail['require'])}"
         if detail["rule"]
         else "",
+        f"* judged from: {', '.join(f'`{condition}`' for condition in detail['enough'])}" if detail["enough"] else "",
         f"* run: {sections.what_was_run(claim)}",
         f"* problem: {detail['problem']}" if "problem" in detail else "",
     ]

@@ -60,14 +60,28 @@ def untold(conditions: Sequence[Condition], figures: Mapping[str, Any]) -> list[
     return [str(condition) for condition in conditions if condition.holds(figures) is None]
 
 
+def unmet(conditions: Sequence[Condition], figures: Mapping[str, Any]) -> list[str]:
+    """The conditions that do not hold or can't be told."""
+    return [str(condition) for condition in conditions if not condition.holds(figures)]
+
+
 def _value(side: str, figures: Mapping[str, Any]) -> float | None:
     try:
         return float(side)
     except ValueError:
         value = _at(side.split("."), figures)
-    if isinstance(value, bool | int | float) and math.isfinite(value):
-        return float(value)
-    return None
+    return number(value)
+
+
+def number(value: Any) -> float | None:
+    """``value`` as a finite number; None when it is none."""
+    if not isinstance(value, bool | int | float):
+        return None
+    try:
+        found = float(value)
+    except OverflowError:  # an integer beyond any float
+        return None
+    return found if math.isfinite(found) else None
 
 
 def _at(parts: Sequence[str], value: Any) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness.document import NOT_BUILT, NOT_RUN
+from harness.document import NOT_BUILT, NOT_RUN, TOO_LITTLE
 from harness.provenance import machine_words
 
 NOTHING = "–"
@@ -21,7 +21,11 @@ SUITE = (
     "With the embedded back ends the tasks are the micro suite: generated mini repositories with injected bugs, real "
     "sandboxes and real test runs. It is *not* SWE-bench: its pass rates compare with each other only."
 )
-INTERVALS = "Brackets are 95 % intervals (resampled by task where tasks have several attempts); n counts observations."
+INTERVALS = (
+    "Brackets are 95 % intervals. What is resampled differs: tasks in pass rates and their differences, trajectories in "
+    "throughput, groups in length-spread, versions in separation; steps in a row and starts at once count by batches. "
+    "n counts observations; where an interval rests on fewer independent ones, the row says so."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +45,8 @@ def here(claim: Mapping[str, Any]) -> str:
     unit, _, note = cell["unit"].partition(" ")
     value = f"{number(cell['value'])} {unit}"
     interval = "" if cell["low"] == cell["high"] else f" [{number(cell['low'])}, {number(cell['high'])}]"
-    return f"{value}{interval}{' ' if note else ''}{note}, n={cell['n']}"
+    little = f": {TOO_LITTLE}" if str(claim["detail"].get("problem", "")).startswith(TOO_LITTLE) else ""
+    return f"{value}{interval}{' ' if note else ''}{note}, n={cell['n']}{little}"
 
 
 def twin(claim: Mapping[str, Any]) -> str:

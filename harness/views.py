@@ -47,6 +47,7 @@ def show_claim(name: str) -> int:
         "needs": ", ".join(claim.back_ends),
         "rule": claim.rule,
         "conditions": "; ".join(map(str, claim.require)),
+        "judged from": "; ".join(map(str, claim.enough)),
     }
     row = _newest().get(claim.id)
     if row:

@@ -40,7 +40,7 @@ def ratio(lab: Lab) -> Measurement:
             "sync": _told(sync),
             "async": _told(free),
             "policy": "the base policy, from which both runs start; no cap on the length of a trajectory",
-            "interval": "means of four steps in a row, as neighbours are not independent; Student's t on the logarithm",
+            "interval": stats.batches_told(slow, fast),
             "left_out": "the first step of each run, which fills the pipeline",
         },
         sources=sources(sync) + sources(free),

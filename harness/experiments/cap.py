@@ -25,15 +25,20 @@ def step_time(lab: Lab) -> Measurement:
         "with": rambling(lab, "cap-with", mode="sync", capped=True),
     }
     slow, fast = (step_seconds(steps(runs[name])) for name in ("without", "with"))
-    estimate = stats.median_ratio(slow, fast)
+    if min(len(slow), len(fast)) < stats.FEWEST_IN_A_SERIES:
+        return Measurement(
+            estimate=None, unit="", holds=None, detail={"not_compared": "too few steps to tell how they vary"}
+        )
+    estimate = stats.series_ratio(slow, fast)
     return Measurement(
         estimate=estimate,
-        unit="x (median step time without the cap / with it)",
+        unit="x (mean step time without the cap / with it)",
         holds=estimate.low > 1.0,
         detail={
             "without_cap": _step_told(runs["without"], slow),
             "with_cap": _step_told(runs["with"], fast),
             "policy": "the base policy, from which both runs start",
+            "interval": stats.batches_told(slow, fast),
             "left_out": "the first step of each run, in which farm and engines start",
             "size": "how much a cap saves depends on how far the policy rambles; only the direction is judged here",
         },
@@ -114,6 +119,7 @@ def _step_told(run: Path, seconds: stats.Floats) -> dict[str, Any]:
     turns = np.array([len(t.turns) for t in rows])
     return {
         "steps": len(seconds),
+        "mean_step_s": round(float(seconds.mean()), 3),
         "median_step_s": round(float(np.median(seconds)), 3),
         "p95_step_s": round(float(np.quantile(seconds, 0.95)), 3),
         "cap_turns": _max_turns(run),

@@ -25,6 +25,7 @@ def ratio(lab: Lab) -> Measurement:
             "share_of_groups_at_2.5x_or_more": round(beyond, 3),
             "tokens_p90": round(float(np.quantile(spread["tokens"], 0.9)), 2),
             "tokens_max": round(float(spread["tokens"].max()), 2),
+            "interval": "groups resampled one by one; those of one task are alike, so it is rather too narrow",
             "seconds_median": round(float(np.median(spread["seconds"])), 2),
             "seconds_p90": round(float(np.quantile(spread["seconds"], 0.9)), 2),
         },

@@ -11,13 +11,13 @@ errors; ``beta_binomial`` low rates; ``paired`` differences; ``strata`` subsets;
 """
 
 from harness.stats.beta_binomial import BetaBinomial, fit, mean_interval
-from harness.stats.bootstrap import mean_ratio, median, median_ratio, weighted_mean
+from harness.stats.bootstrap import mean_ratio, median, weighted_mean
 from harness.stats.core import Estimate, Floats
 from harness.stats.multiple import holm
 from harness.stats.paired import paired_difference, sign_flip
 from harness.stats.power import design_errors, minimal_detectable_effect
 from harness.stats.rates import PassRate, pass_at_k, pass_hat_k, pass_rate, wilson
-from harness.stats.series import FEWEST_IN_A_SERIES, mean, series_ratio
+from harness.stats.series import FEWEST_IN_A_SERIES, batches_told, mean, series_ratio
 from harness.stats.strata import StratifiedEstimate, stratified
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "Floats",
     "PassRate",
     "StratifiedEstimate",
+    "batches_told",
     "design_errors",
     "fit",
     "holm",
@@ -34,7 +35,6 @@ __all__ = [
     "mean_interval",
     "mean_ratio",
     "median",
-    "median_ratio",
     "minimal_detectable_effect",
     "paired_difference",
     "pass_at_k",

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 from scipy.special import ndtr, ndtri
@@ -45,24 +43,15 @@ def median(values: Floats) -> Estimate:
     return Estimate(value=float(np.median(values)), low=float(low), high=float(high), n=len(values))
 
 
-def median_ratio(numerator: Floats, denominator: Floats) -> Estimate:
-    """Ratio of the medians of two independent samples, both resampled; ``n`` is the smaller sample's size."""
-    return _ratio(numerator, denominator, np.median)
-
-
 def mean_ratio(numerator: Floats, denominator: Floats) -> Estimate:
     """Ratio of the means of two independent samples, both resampled; ``n`` is the smaller sample's size."""
-    return _ratio(numerator, denominator, np.mean)
-
-
-def _ratio(numerator: Floats, denominator: Floats, of: Callable[..., Any]) -> Estimate:
     finite(numerator)
     finite(denominator)
     stream = rng()
-    above = of(numerator[stream.integers(0, len(numerator), (MEDIAN_RESAMPLES, len(numerator)))], axis=1)
-    below = of(denominator[stream.integers(0, len(denominator), (MEDIAN_RESAMPLES, len(denominator)))], axis=1)
+    above = np.mean(numerator[stream.integers(0, len(numerator), (MEDIAN_RESAMPLES, len(numerator)))], axis=1)
+    below = np.mean(denominator[stream.integers(0, len(denominator), (MEDIAN_RESAMPLES, len(denominator)))], axis=1)
     low, high = np.quantile(above / below, _TAILS)
-    value = float(of(numerator) / of(denominator))
+    value = float(numerator.mean() / denominator.mean())
     return Estimate(value=value, low=float(low), high=float(high), n=min(len(numerator), len(denominator)))
 
 

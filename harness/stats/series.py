@@ -46,6 +46,15 @@ def series_ratio(numerator: Floats, denominator: Floats) -> Estimate:
     return Estimate(value=ratio, low=ratio / factor, high=ratio * factor, n=n)
 
 
+def batches_told(*series: Floats) -> str:
+    """What the interval of :func:`series_ratio` rests on, for a reader."""
+    found = ", ".join(str(len(one) // BATCH) for one in series)
+    return (
+        f"means of {BATCH} steps in a row or a little more, as neighbours are not independent: {found} such means, "
+        "Student's t on the logarithm"
+    )
+
+
 def _batches(series: Floats) -> Floats:
     finite(series)
     if len(series) < FEWEST_IN_A_SERIES:

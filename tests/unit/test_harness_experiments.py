@@ -140,19 +140,25 @@ def holds(measurement: Measurement) -> bool:
 
 def test_step_time_without_the_cap_over_step_time_with_it(lab: Lab) -> None:
     rows = [trajectory(n, turns=n) for n in (2, 4)]
-    made_stage(lab, "cap-without", rows, "limits.max_turns=64", lines=took(99.0, 6.0, 7.0, 8.0))
-    made_stage(lab, "cap-with", rows, lines=took(1.0, 2.0, 2.0, 2.0))
+    made_stage(lab, "cap-without", rows, "limits.max_turns=64", lines=took(99.0, *[6.0, 8.0] * 5))
+    made_stage(lab, "cap-with", rows, lines=took(1.0, *[2.0] * 10))
     found = cap.step_time(lab)
     assert found.estimate is not None
-    assert (found.estimate.value, found.estimate.n) == (3.5, 3)
+    assert (found.estimate.value, found.estimate.n) == (3.5, 10)
+    assert found.detail["interval"].startswith("means of 4 steps in a row")
     assert holds(found)
     assert (
         found.detail["without_cap"] | {"cap_turns": 64, "turns_mean": 3.0, "median_step_s": 7.0}
         == found.detail["without_cap"]
     )
-    made_stage(replace(lab, folder=lab.folder / "2"), "cap-without", rows, lines=took(9.0, 1.0, 2.0, 3.0))
-    made_stage(replace(lab, folder=lab.folder / "2"), "cap-with", rows, lines=took(9.0, 1.0, 2.0, 3.0))
+    made_stage(replace(lab, folder=lab.folder / "2"), "cap-without", rows, lines=took(9.0, *[1.0, 3.0] * 5))
+    made_stage(replace(lab, folder=lab.folder / "2"), "cap-with", rows, lines=took(9.0, *[1.0, 3.0] * 5))
     assert not holds(cap.step_time(replace(lab, folder=lab.folder / "2")))
+    made_stage(replace(lab, folder=lab.folder / "3"), "cap-without", rows, lines=took(9.0, 6.0, 8.0))
+    made_stage(replace(lab, folder=lab.folder / "3"), "cap-with", rows, lines=took(9.0, 1.0, 2.0))
+    few = cap.step_time(replace(lab, folder=lab.folder / "3"))
+    assert (few.estimate, few.holds) == (None, None)
+    assert few.detail["not_compared"] == "too few steps to tell how they vary"
 
 
 def test_asynchronous_steps_against_synchronous_ones_on_the_same_work(lab: Lab) -> None:

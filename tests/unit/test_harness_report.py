@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from farm.errors import UsageError
-from harness import claims, cli, compare, document, experiments, figures, report, rules, sections
+from harness import claims, cli, compare, document, experiments, figures, report, rules, sections, views
 from harness.claims import Claim, Measurement
 from harness.document import Row
 from harness.html import is_whole
@@ -59,12 +59,20 @@ TWIN = {"value": 3.1, "low": 2.5, "high": 3.6, "unit": "x", "text": "800 s to 26
         "agrees": True, "rule": "within a third", "detail": {"capped_step_s": 260.0}}  # fmt: skip
 
 
-def measured(value: float = 31.0, *, points: float = 18.0, p: float = 0.001, holds: bool | None = True) -> Measurement:
+def measured(
+    value: float = 31.0, *, points: float = 18.0, p: float = 0.001, tasks: float = 100, holds: bool | None = True
+) -> Measurement:
     return Measurement(
         estimate=Estimate(value=value, low=value - 6, high=value + 6.5, n=400),
         unit="%",
         holds=holds,
-        detail={"passed": 124, "gain_over_sft": {"points": points, "low": points - 5}, "p": p, "odd": float("nan")},
+        detail={
+            "passed": 124,
+            "gain_over_sft": {"points": points, "low": points - 5, "tasks": tasks},
+            "infra_failures": 0,
+            "p": p,
+            "odd": float("nan"),
+        },
         sources=("abc", "def"),
         figures={"learning_curve": CURVE},
     )
@@ -187,6 +195,80 @@ def test_the_verdict_follows_from_the_rule_not_from_the_experiment() -> None:
     undecided = Row(claim=claims.select(("pass1-rl",))[0], measurement=measured(holds=None))
     built = document.build([undecided], version="1", provenance=ORIGIN, stages={})
     assert built["claims"][0]["status"] == "not run"
+
+
+def _figures(claim: Claim, **measured: Any) -> dict[str, Any]:
+    """The committed row of ``claim`` with other figures: a path below "measured", or "here", -> value."""
+    newest = views.newest_folder()
+    row: dict[str, Any] = next(r for r in document.read(newest)["claims"] if r["id"] == claim.id)
+    for path, value in measured.items():
+        at: Any = row if path.startswith("here") else row["detail"]["measured"]
+        *before, last = path.split("__")
+        for part in before:
+            at = at[part]
+        at[last] = value
+    return row
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("pass1-base", {"here__n": 1}),
+        ("pass1-base", {"infra_failures": 399}),
+        ("pass1-sft", {"gain_over_base__tasks": 2}),
+        ("pass1-rl", {"gain_over_sft__tasks": 2}),
+        ("disjoint", {"here__n": 0}),
+        ("steptime-cap", {"here__n": 1}),
+        ("cap-harmless", {"here__n": 1}),
+        ("async-step", {"here__n": 2}),
+        ("throughput", {"here__n": 3}),
+        ("throughput", {"fast__in_flight_at_most": 64}),
+        ("sandbox-start", {"here__n": 2}),
+        ("kv-headroom", {"here__n": 1}),
+        ("kv-headroom", {"trajectories_in_flight_max": 1}),
+        ("kv-thrash", {"here__n": 1}),
+        ("length-spread", {"here__n": 3}),
+        ("restart", {"steps": 8, "steps_with_equal_weights": 8, "steps_with_equal_batches": 8}),
+        ("restart", {"distinct_weights": 1}),
+        ("infra-errors", {"injected": 1, "logged_as_failed": 1, "by_boundary": {"farm": 1}}),
+        ("infra-errors", {"training__failures": 0}),
+        ("infra-errors", {"training__trained_episodes": 0}),
+        ("separation", {"published_steps": 1, "live_everywhere_in_time": 1}),
+    ],
+)
+def test_too_little_data_is_not_judged(name: str, changed: dict[str, Any]) -> None:
+    (claim,) = claims.select((name,))
+    assert document.verdict(claim, _figures(claim))[0] in ("holds", "differs")
+    status, why = document.verdict(claim, _figures(claim, **changed))
+    assert status == "not run"
+    assert why.startswith("too little data: the rule is judged from ")
+
+
+def test_every_rule_of_a_measurement_says_how_much_it_needs() -> None:
+    without = {claim.id for claim in claims.load() if claim.require and not claim.enough}
+    assert without == {"twin-check"}  # one figure
+
+
+def test_too_little_data_stands_beside_the_figure() -> None:
+    row = made(tasks=2)["claims"][0]  # type: ignore[index]
+    assert row["status"] == "not run"
+    assert sections.here(row) == "31 % [25, 37.5], n=400: too little data"
+    text = report.markdown(made(tasks=2))
+    assert "* problem: too little data: the rule is judged from measured.gain_over_sft.tasks >= 95 on" in text
+    assert "* judged from: `here.n >= 380`, `measured.gain_over_sft.tasks >= 95`" in text
+    assert "<dt>judged from</dt>" in report.files(made())["report.html"].decode()
+
+
+@pytest.mark.parametrize("part", ["value", "low", "high"])
+def test_an_interval_that_is_not_finite_is_not_judged(part: str) -> None:
+    (claim,) = claims.select(("pass1-rl",))
+    status, why = document.verdict(claim, _figures(claim, **{f"here__{part}": None}))
+    assert (status, why) == ("not run", "the rule can't be judged: the figure or its interval is not finite")
+
+
+def test_an_integer_beyond_any_float_satisfies_nothing() -> None:
+    assert rules.parse("here.n > 0").holds({"here": {"n": 10**400}}) is None
+    assert rules.number(True) == 1.0
 
 
 # -------------------------------------------------------------------------------------------------- files
@@ -450,5 +532,5 @@ def test_each_row_names_the_code_and_the_machine_that_made_its_stages() -> None:
 
 def test_small_tables_of_numbers_stand_on_one_line() -> None:
     rows = dict(sections.measured(made()["claims"][0]).rows)  # type: ignore[index, union-attr]
-    assert rows["gain over sft"] == "points 18, low 13"
+    assert rows["gain over sft"] == "points 18, low 13, tasks 100"
     assert rows["odd"] == sections.NOTHING
