@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from farm.errors import UsageError
+from farm.errors import FarmError, UsageError
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -72,13 +72,15 @@ def diff(a: Path, b: Path) -> None:
 @click.argument("folder", type=_PATH, required=False)
 @click.option("--rebuild", is_flag=True, help="Make it anew from its kept logs.")
 @click.option("--verify", is_flag=True, help="Exit code 1 when it is not what its kept logs give.")
-@click.option("--stages", type=_PATH, help="Keep the logs of these stages first (build/reproduce/full).")
+@click.option("--stages", type=_PATH, help="With --rebuild: keep the logs of these first (build/reproduce/full).")
 def report(folder: Path | None, rebuild: bool, verify: bool, stages: Path | None) -> None:
     """Show a report (default: the newest), make it anew from the logs kept beside it, or hold it against them."""
     from harness import views
 
     if rebuild and verify:
         raise UsageError("--rebuild and --verify exclude each other: the first replaces what the second compares")
+    if stages is not None and not rebuild:
+        raise UsageError("--stages belongs to --rebuild: it replaces the logs that the report is made from")
     sys.exit(views.show_report(folder, rebuild=rebuild, verify=verify, stages=stages))
 
 
@@ -168,10 +170,10 @@ def regrade(run_path: Path, limit: int | None, concurrency: int, out: Path | Non
 
 
 def main() -> None:
-    """Entry point: a usage error is one line and exit code 2."""
+    """Entry point: a usage error is one line and exit code 2, and so is what could not be done, as on a full disk."""
     try:
         cli(standalone_mode=False)
-    except UsageError as error:
+    except FarmError as error:
         click.echo(f"harness: {error}", err=True)
         sys.exit(2)
     except click.exceptions.Exit as stop:

@@ -26,13 +26,15 @@ TOO_LITTLE = "too little data"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A claim with what came of it. ``stages``: those that its experiment read."""
+    """A claim with what came of it. ``stages``: those that its experiment read; ``twin_problem``: what broke the twin,
+    where it has a say in the claim."""
 
     claim: Claim
     measurement: Measurement | None
     problem: str = ""
     stages: tuple[str, ...] = ()
     twin: Mapping[str, Any] | None = None
+    twin_problem: str = ""
 
 
 def build(
@@ -60,7 +62,7 @@ def read(path: Path) -> dict[str, Any]:
     """A report that was written. Raises UsageError when there is none, or it is of another schema."""
     file = path / "report.json" if path.is_dir() else path
     try:
-        document = json.loads(file.read_text(encoding="utf-8"))
+        document = shape.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UsageError(f"{file}: no such report; `harness reproduce --all` writes one") from None
     except (OSError, ValueError) as error:
@@ -139,6 +141,8 @@ def _row(row: Row, back_ends: Mapping[str, str], stages: Mapping[str, Any]) -> d
     }
     if claim.twin:
         detail["no_twin"] = claim.twin
+    elif row.twin_problem:
+        detail["twin_problem"] = row.twin_problem
     if row.problem:
         detail["problem"] = row.problem
     here = None

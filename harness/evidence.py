@@ -10,9 +10,10 @@ import hashlib
 import json
 import shutil
 from collections.abc import Container, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from farm.durable import write_json
+from farm.durable import storage_errors, temporary_name, write_json
 from harness import derived
 from harness.code_digest import short_digest
 from harness.provenance import ROOT
@@ -20,6 +21,29 @@ from harness.provenance import ROOT
 _DONE = "done.json"
 _KEPT_TYPES = frozenset({".json", ".jsonl"})
 _NOT_KEPT = frozenset({"trajectories", "policies", "policy", "checkpoints", "demonstrations", "tokenizer.json"})
+
+
+@contextmanager
+def replaced(logs: Path) -> Iterator[Path]:
+    """A copy of the folder ``logs`` (empty where there is none) to change, which takes its place when the body ends.
+    When it does not end well, the copy is gone and ``logs`` is as it was.
+
+    Raises FarmError when there is no space left."""
+    beside, old = (logs.with_name("." + temporary_name(logs.name)) for _ in range(2))
+    try:
+        with storage_errors(f"{logs}: the logs can't be kept"):
+            beside.mkdir(parents=True)
+            if logs.exists():
+                shutil.copytree(logs, beside, dirs_exist_ok=True)
+            yield beside
+            if logs.exists():
+                logs.rename(old)
+            beside.rename(logs)
+    finally:
+        if old.exists() and not logs.exists():
+            old.rename(logs)
+        for folder in (beside, old):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def keep(stages: Iterable[Path], target: Path) -> None:

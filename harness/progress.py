@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 SAY_EVERY_S = 30.0
+TELL_EVERY_S = 5.0
 _UNKNOWN_STAGE_S = 30.0
 
 
@@ -20,6 +22,22 @@ def left_s(stage: str, elapsed_s: float, to_come: Sequence[str], known_s: Mappin
     """``to_come`` are the stages after this one. A stage that takes longer than expected counts as nearly done."""
     this_s = max(0.0, expected_s(stage, known_s) - elapsed_s)
     return this_s + sum(expected_s(s, known_s) for s in to_come)
+
+
+def telling(say: Callable[[str], None], total: int, *, every_s: float = TELL_EVERY_S) -> Callable[[str], None]:
+    """A function to call with the name of each of ``total`` parts as it begins; it says the first, and then now and
+    then the one at hand, with its number."""
+    said_at, number = -math.inf, 0
+
+    def tell(name: str) -> None:
+        nonlocal said_at, number
+        number += 1
+        now = time.monotonic()
+        if now - said_at >= every_s:
+            said_at = now
+            say(f"{number} of {total}: {name}")
+
+    return tell
 
 
 def words(seconds: float) -> str:

@@ -6,11 +6,14 @@ figures.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from farm.durable import REAL_DISK, temporary_name
+from farm.durable import REAL_DISK, storage_errors, temporary_name
+from farm.errors import UsageError
 from harness import document as documents
 from harness import figures, sections
 from harness.html import html
@@ -31,15 +34,27 @@ def files(document: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def write(folder: Path, document: Mapping[str, Any]) -> None:
-    """Write the whole report into ``folder``, remove figures that it no longer has, and point ``latest`` to it."""
+    """Write the whole report into ``folder``, remove figures that it no longer has, and point ``latest`` to it.
+
+    All files are written before the first is put in its place. Raises FarmError when there is no space for them: then
+    the report that was there is as it was."""
     made = files(document)
-    (folder / "figures").mkdir(parents=True, exist_ok=True)
-    for path, content in made.items():
-        _put(folder / path, content)
-    for old in (folder / "figures").iterdir():
-        if f"figures/{old.name}" not in made:
-            old.unlink()
-    _put(folder.parent / LATEST, f"{folder.name}\n".encode())
+    with storage_errors(f"{folder}: the report can't be written"):
+        (folder / "figures").mkdir(parents=True, exist_ok=True)
+        whole = {folder / path: content for path, content in made.items()}
+        _put(whole | {folder.parent / LATEST: f"{folder.name}\n".encode()})
+        for old in (folder / "figures").iterdir():
+            if f"figures/{old.name}" not in made:
+                old.unlink()
+
+
+def check_folder(folder: Path) -> None:
+    """Raises UsageError unless a report can be written into ``folder``: said before the work, not after it."""
+    there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    if not there.is_dir():
+        raise UsageError(f"{folder}: {there} is a file; give the folder that the report shall be in")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UsageError(f"{folder}: nothing can be written into {there}; give another folder, or make it writable")
 
 
 def differing(folder: Path, document: Mapping[str, Any]) -> list[str]:
@@ -108,10 +123,24 @@ def _line(cells: tuple[str, ...] | list[str]) -> str:
     return f"| {' | '.join(escaped)} |"
 
 
-def _put(path: Path, content: bytes) -> None:
-    temporary = path.with_name("." + temporary_name(path.name))
-    REAL_DISK.write(temporary, lambda file: file.write(content))
-    REAL_DISK.rename(temporary, path)
+def _put(contents: Mapping[Path, bytes]) -> None:
+    """Write all files under other names, then rename all: no disk that is full stops it half-way."""
+    written: dict[Path, Path] = {}
+    try:
+        for path, content in contents.items():
+            written[path] = path.with_name("." + temporary_name(path.name))
+            REAL_DISK.write(written[path], partial(_fill, content))
+        for path, temporary in written.items():
+            REAL_DISK.rename(temporary, path)
+        for folder in dict.fromkeys(path.parent for path in contents):
+            REAL_DISK.sync_folder(folder)
+    finally:
+        for temporary in written.values():
+            REAL_DISK.unlink(temporary)
+
+
+def _fill(content: bytes, file: BinaryIO) -> None:
+    file.write(content)
 
 
 def _bytes(path: Path) -> bytes | None:

@@ -22,9 +22,9 @@ SUITE = (
     "sandboxes and real test runs. It is *not* SWE-bench: its pass rates compare with each other only."
 )
 INTERVALS = (
-    "Brackets are 95 % intervals. What is resampled differs: tasks in pass rates and their differences, trajectories in "
-    "throughput, groups in length-spread, versions in separation; steps in a row and starts at once count by batches. "
-    "n counts observations; where an interval rests on fewer independent ones, the row says so."
+    "Brackets are 95 % intervals. What is resampled differs: tasks in pass rates and their differences, trajectories "
+    "in throughput, groups in length-spread, versions in separation; steps in a row and starts at once count by "
+    "batches. n counts observations; where an interval rests on fewer independent ones, the row says so."
 )
 
 
@@ -42,18 +42,22 @@ def here(claim: Mapping[str, Any]) -> str:
     if cell is None:
         detail = claim["detail"]
         return str(detail.get("problem") or detail.get("measured", {}).get("not_compared") or claim["status"])
-    unit, _, note = cell["unit"].partition(" ")
-    value = f"{number(cell['value'])} {unit}"
-    interval = "" if cell["low"] == cell["high"] else f" [{number(cell['low'])}, {number(cell['high'])}]"
+    note = cell["unit"].partition(" ")[2]
     little = f": {TOO_LITTLE}" if str(claim["detail"].get("problem", "")).startswith(TOO_LITTLE) else ""
-    return f"{value}{interval}{' ' if note else ''}{note}, n={cell['n']}{little}"
+    return f"{figure(cell)}{' ' if note else ''}{note}, n={cell['n']}{little}"
+
+
+def figure(cell: Mapping[str, Any]) -> str:
+    """Value, unit and interval of a measured cell."""
+    value = f"{number(cell['value'])} {cell['unit'].partition(' ')[0]}"
+    return value if cell["low"] == cell["high"] else f"{value} [{number(cell['low'])}, {number(cell['high'])}]"
 
 
 def twin(claim: Mapping[str, Any]) -> str:
     """The predicted cell with its range and whether it agrees; else why there is none."""
     cell = claim["twin"]
     if cell is None:
-        return NOTHING if claim["detail"].get("no_twin") else NOT_RUN
+        return NOTHING if claim["detail"].get("no_twin") else str(claim["detail"].get("twin_problem") or NOT_RUN)
     missing = " (range not computed)" if "range" in cell.get("detail", {}) else ""
     spread = missing if cell.get("low") is None else f" [{number(cell['low'])}, {number(cell['high'])}]"
     if cell.get("kind") == "calibration":

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from farm.errors import UsageError
+from harness import shape
 from harness.lab import Lab, StageError
 from harness.profiles import Profile
 
@@ -34,11 +35,8 @@ def twin_cells(lab: Lab) -> dict[str, Any]:
         place = lab.stage(STAGE, work) / FILE
     except StageError:
         return {}
+    remedy = f"remove {place.parent} and run `harness reproduce`, or bring back the committed logs (git checkout)"
     try:
-        cells: dict[str, Any] = json.loads(place.read_text())
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"{place}: holds no predictions ({error}); remove {place.parent} and run `harness reproduce`, "
-            "or bring back the committed logs (git checkout)"
-        ) from None
-    return cells
+        return dict(shape.read(shape.Predictions, place, remedy=remedy))
+    except FileNotFoundError as error:
+        raise UsageError(f"{place}: holds no predictions ({error}); {remedy}") from None

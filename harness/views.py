@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from farm.errors import UsageError
-from harness import claims, compare, document, experiments, report, reproduce, sections
+from harness import claims, compare, document, experiments, report, reproduce, sections, shape
 from harness.provenance import ROOT
 
 REPORTS = ROOT / "reports"
@@ -18,18 +17,22 @@ REPORTS = ROOT / "reports"
 
 def list_claims() -> int:
     newest = _newest()
-    table = Table("claim", "reported", "here", "verdict", "experiment", "statement", box=None)
+    table = Table(box=None)
+    table.add_column("claim", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
+    table.add_column("here", no_wrap=True)
+    table.add_column("reported")
     for claim in claims.load():
         row = newest.get(claim.id)
         table.add_row(
             claim.id,
-            claim.reported["text"],
-            sections.here(row) if row and row["here"] else sections.NOTHING,
             row["status"] if row else "not run",
-            claim.experiment or document.NOT_BUILT,
-            claim.statement,
+            sections.figure(row["here"]) if row and row["here"] else sections.NOTHING,
+            claim.reported["text"],
         )
-    Console().print(table, markup=False)
+    console = Console()
+    console.print(table, markup=False)
+    console.print("`harness show CLAIM` says what each is, by which rule and from what", markup=False)
     return 0
 
 
@@ -103,13 +106,17 @@ def diff(a: Path, b: Path) -> int:
 def show_report(folder: Path | None, *, rebuild: bool, verify: bool, stages: Path | None) -> int:
     """1 when ``verify`` finds files that are not what the kept logs give."""
     folder = folder or newest_folder()
-    console = Console()
-    if stages is not None:
-        reproduce.keep_all(stages, folder)
+    console, progress = Console(), Console(stderr=True)
     if not (rebuild or verify):
         reproduce.show(document.read(folder), console)
         return 0
-    made = reproduce.rebuild(folder)
+    if rebuild:
+        report.check_folder(folder)
+
+    def say(text: str) -> None:
+        progress.print(text, markup=False, highlight=False)
+
+    made = reproduce.rebuild(folder, say=say) if stages is None else reproduce.rebuild_from(stages, folder, say=say)
     if rebuild:
         report.write(folder, made)
         reproduce.show(made, console)
@@ -134,7 +141,7 @@ def newest_folder() -> Path:
 def _where(folder: Path, made: dict[str, Any]) -> list[str]:
     """The claims and parts in which the report that is there differs."""
     try:
-        there = json.loads((folder / "report.json").read_text())
+        there = shape.loads((folder / "report.json").read_text())
     except (OSError, ValueError):
         return ["report.json is missing or unreadable"]
     old, new = ({row["id"]: row for row in d.get("claims", ())} for d in (there, made))
@@ -145,10 +152,10 @@ def _where(folder: Path, made: dict[str, Any]) -> list[str]:
 
 
 def _newest() -> dict[str, Any]:
-    try:
-        return {row["id"]: row for row in document.read(newest_folder())["claims"]}
-    except UsageError:
+    """The rows of the newest report; none where there is no report yet. Raises UsageError when it is damaged."""
+    if not (REPORTS / report.LATEST).exists():
         return {}
+    return {row["id"]: row for row in document.read(newest_folder())["claims"]}
 
 
 def _cell(cell: Any) -> str:

@@ -52,8 +52,8 @@ def ratio(lab: Lab) -> Measurement:
         detail={
             "slow": _told(runs["slow"], slow),
             "fast": _told(runs["fast"], fast),
-            "interval": "trajectories resampled one by one; attempts at one task, and those that share the machine at a "
-            "time, are alike, so it is rather too narrow",
+            "interval": "trajectories resampled one by one; attempts at one task, and those that share the machine at "
+            "a time, are alike, so it is rather too narrow",
             "reading": _REAL if len({settings(run)["sandbox"]["provider"] for run in runs.values()}) == 2 else _DELAYED,
         },
         sources=sources(runs["slow"]) + sources(runs["fast"]),

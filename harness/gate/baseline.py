@@ -6,7 +6,6 @@ they are compared with the base commit's code on the machine at hand, never with
 
 from __future__ import annotations
 
-import json
 import math
 import platform
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from typing import Any
 
 from farm.durable import write_json
 from farm.errors import UsageError
+from harness import shape
 from harness.gate.evidence import Counts, pooled, rate
 from harness.provenance import machine
 
@@ -69,7 +69,7 @@ def load(path: Path) -> Baseline:
     """Raises UsageError on a file that is missing, unreadable, of another format or schema, or not whole."""
     advice = f"make one with: harness gate --baseline {path} --update-baseline"
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = shape.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UsageError(f"--baseline {path}: no such file; {advice}") from None
     except (OSError, ValueError) as error:
@@ -82,7 +82,7 @@ def load(path: Path) -> Baseline:
         )
     try:
         baseline = _parse(document)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise UsageError(f"--baseline {path}: not whole ({type(error).__name__}: {error}); {advice}") from None
     return baseline
 

@@ -17,6 +17,7 @@ from farm.errors import UsageError
 from harness import claims, cli, compare, document, experiments, figures, report, rules, sections, views
 from harness.claims import Claim, Measurement
 from harness.document import Row
+from harness.gate import baseline
 from harness.html import is_whole
 from harness.lab import Lab
 from harness.profiles import EMBEDDED, FULL, QUICK, profile
@@ -350,6 +351,12 @@ def _changed(change: Callable[[dict[str, Any]], None]) -> str:
         (lambda d: d["claims"][0]["detail"].pop("statement"), r"claims\.0\.detail\.statement: field required"),
         (lambda d: d.update(claims={}), "claims: input should be a valid list"),
         (lambda d: d.update(provenance={}), r"provenance\.profile: field required"),
+        (lambda d: d["claims"][1].update(twin={}), r"claims\.1\.twin\.text: field required"),
+        (lambda d: d["claims"][1]["twin"].update(low="a"), r"claims\.1\.twin\.low: input should be a valid number"),
+        (
+            lambda d: d["claims"][0]["here"].update(low=40.0),
+            r"claims\.0\.here: the interval's low end 40 is above its high end 37\.5",
+        ),
     ],
 )
 def test_a_report_of_another_shape_is_a_usage_error(
@@ -409,9 +416,26 @@ def test_another_schema_and_no_report_are_usage_errors(tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text('{"schema": 1, "claims": []}')
     with pytest.raises(UsageError, match="schema 1, this program reads 2"):
         document.read(tmp_path)
-    (tmp_path / "report.json").write_text("[")
-    with pytest.raises(UsageError, match="not a readable report"):
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[", "Expecting value"),
+        ("[" * 200_000, "nested too deep"),
+        ('{"p": NaN}', "NaN is no JSON number"),
+        ('{"p": -Infinity}', "-Infinity is no JSON number"),
+        ('{"p": 1e400}', "1e400 is not a finite number"),
+        (f'{{"p": 1{"0" * 400}}}', "an integer of 401 digits"),
+    ],
+    ids=["truncated", "deep", "nan", "infinity", "huge", "huge integer"],
+)
+def test_what_is_no_json_is_a_usage_error(text: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text(text)
+    with pytest.raises(UsageError, match=rf"report\.json: is not a readable report \({told}"):
         document.read(tmp_path)
+    with pytest.raises(UsageError, match=rf"--baseline .*: not readable JSON \({told}"):
+        baseline.load(tmp_path / "report.json")
 
 
 # ------------------------------------------------------------------------------------------------ figures
