@@ -86,7 +86,8 @@ WRONG: list[tuple[Callable[[Path], object], str]] = [
     (broken(lambda d: d.pop("runs")), "not whole (KeyError"),
     (broken(lambda d: d["weights"].update(more=1.0)), "every task needs graded attempts"),
     (broken(lambda d: d["runs"][0]["passed_of_graded"].update({TASKS[0].instance_id: "9/4"})), "at least as many"),
-    (broken(lambda d: d["weights"].update({TASKS[0].instance_id: float("nan")})), "weights must be positive"),
+    (broken(lambda d: d["weights"].update({TASKS[0].instance_id: 0.0})), "weights must be positive"),
+    (broken(lambda d: d["weights"].update({TASKS[0].instance_id: float("nan")})), "NaN is no JSON number"),
     (
         broken(lambda d: d["machine"].update(kind="linux-other-64cores")),
         "made on a machine of kind linux-other-64cores",
