@@ -164,6 +164,7 @@ def test_a_run_read_through_its_derived_log_and_from_what_is_kept_of_it(tmp_path
     assert Path(policies[0].path).is_dir()
     assert policies[0].consumed_groups == 2
     assert len(digests) == 1
+    (run.parent / "done.json").write_text("{}")
     evidence.keep([run.parent], tmp_path / "kept")
     copy = tmp_path / "kept" / "stage" / "run"
     files = sorted(str(f.relative_to(copy)) for f in copy.rglob("*") if f.is_file())
