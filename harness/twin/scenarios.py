@@ -29,7 +29,7 @@ _PAIR_90 = 1.6449 * math.sqrt(2.0)
 
 # A day in virtual time need not look as often as a farm does.
 _LONG_RUN = Intervals(tick_s=30.0, scale_s=5.0)
-_PLACE_DELAY_S = 3.0
+_PLACE_DELAY_S = 1.0
 
 
 _EXTENSIVE = ("engines", "concurrent", "host_cores", "groups_per_step", "train_gpus")
