@@ -94,8 +94,8 @@ def test_what_can_not_start_says_why_and_leaves_nothing(models: tuple[str, str],
             with pytest.raises(UsageError, match=f"port in use: 127.0.0.1:{port}; choose another --port"):
                 await launch_engine(options(models[0], port=port), run_folder=tmp_path, name="b")
         (tmp_path / "torn").mkdir()
-        (tmp_path / "torn" / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
-        with pytest.raises(UsageError, match="architecture 'LlamaForCausalLM' is not one of Qwen3ForCausalLM"):
+        (tmp_path / "torn" / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
+        with pytest.raises(UsageError, match="architecture 'GPT2LMHeadModel' is not one of Qwen3ForCausalLM"):
             await launch_engine(options(str(tmp_path / "torn")), run_folder=tmp_path, name="c")
         with pytest.raises(EngineError, match=r"not up within 0\.01 s") as caught:
             await launch_engine(options(models[0]), run_folder=tmp_path, name="d", timeout_s=0.01)

@@ -151,7 +151,8 @@ def test_an_engine_of_others_that_comes_back_with_old_weights_is_fenced(
                 assert farm.place(0) is None
                 old = EngineOptions(model=versions[0].path, version=versions[0].name, context_length=512, port=port)
                 process = await launch_engine(old, run_folder=tmp_path, name="theirs-again")
-                assert farm.place(1) is None, "it has the old weights"
+                if farm.place(1) is not None:  # its pool was quicker than this test
+                    assert await sample(process.url) == {1}, "it was given an episode with the old weights"
                 await farm.up(process.url, step=1)
                 assert farm.place(2) == process.url
                 assert await sample(process.url) == {1}

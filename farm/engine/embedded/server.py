@@ -411,7 +411,7 @@ class EngineServer:
 
     def _load(self) -> dict[str, Any]:
         s, limits = self._scheduler, self._limits
-        used = s.running_tokens
+        used = min(s.running_tokens, limits.max_total_tokens)  # the next step makes room before it computes
         counters = s.counters
         return {
             "timestamp": time.time(),
