@@ -411,7 +411,7 @@ class EngineServer:
 
     def _load(self) -> dict[str, Any]:
         s, limits = self._scheduler, self._limits
-        used = min(s.running_tokens, limits.max_total_tokens)  # the next step makes room before it computes
+        used = self._used_tokens()
         counters = s.counters
         return {
             "timestamp": time.time(),
@@ -438,6 +438,10 @@ class EngineServer:
         text = self._metrics.text() if self._still is None else self._still[1]
         return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
+    def _used_tokens(self) -> int:
+        """KV tokens of running requests. What a step will compute counts, and that step makes room for it first."""
+        return min(self._scheduler.running_tokens, self._limits.max_total_tokens)
+
     def _throughput(self) -> float:
         """Tokens/s sampled since the last question that was at least a second ago; 0 when idle."""
         now, total = time.perf_counter(), self._scheduler.counters.generated_tokens
@@ -449,7 +453,7 @@ class EngineServer:
 
     def _gauges(self) -> dict[str, tuple[str, float]]:
         s, limits = self._scheduler, self._limits
-        used, kept = s.running_tokens, s.kept_tokens
+        used, kept = self._used_tokens(), s.kept_tokens
         c = s.counters
         return {
             "num_running_reqs": ("Running requests", s.running),
