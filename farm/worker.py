@@ -131,20 +131,20 @@ class EpisodeWorker:
     async def run(self, attempt: Attempt) -> Receipt | Returned:
         """Execute the attempt within its wall limit. Raises only ``CancelledError``."""
         trajectory = await self._bounded(attempt)
-        outcome = trajectory.outcome
         if self._distrusted:
-            outcome = classify(FarmError("its worker was told to go while it ran", kind="preempted"))
-        match outcome:
-            case Failed() as failed:
-                return Returned(trajectory=trajectory, failed=failed)
+            trajectory = _as_failed(trajectory, FarmError("its worker was told to go while it ran", kind="preempted"))
+        match trajectory.outcome:
+            case Failed():
+                pass
             case Graded() as graded:
                 try:
                     return _receipt(trajectory, graded, first=await self._append(trajectory))
                 except FarmError as error:
-                    failed = classify(error)
+                    trajectory = _as_failed(trajectory, error)
             case other:
-                failed = classify(FarmError(f"an episode can't end as {type(other).__name__}"))
-        return Returned(trajectory=replace(trajectory, outcome=failed, end_reason=EndReason.FAILED), failed=failed)
+                trajectory = _as_failed(trajectory, FarmError(f"an episode can't end as {type(other).__name__}"))
+        assert isinstance(trajectory.outcome, Failed)
+        return Returned(trajectory=trajectory, failed=trajectory.outcome)
 
     async def close(self) -> None:
         for engine in self._engines.values():
@@ -209,6 +209,11 @@ class EpisodeWorker:
                 await asyncio.sleep(delay_s)
                 delay_s *= 2
         return await asyncio.to_thread(self.log.append, trajectory)
+
+
+def _as_failed(trajectory: Trajectory, error: FarmError) -> Trajectory:
+    """What came of it without its grade: it may land when it was the last attempt, and then as a failure."""
+    return replace(trajectory, outcome=classify(error), end_reason=EndReason.FAILED)
 
 
 def make_worker(*, worker: str, options: WorkerOptions) -> EpisodeWorker:

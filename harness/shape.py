@@ -115,8 +115,8 @@ class Predictions(RootModel[dict[str, _Twin]]):
 
 
 class Done(_Shape):
-    """``done.json`` of a finished stage. ``kept``: of the files kept beside it. Older ones do
-    not say it, nor whether the checkout was dirty, nor the machine."""
+    """``done.json`` of a finished stage. ``kept``: digest of the files kept beside it. Older ones say neither that nor
+    whether the checkout was dirty, nor the machine."""
 
     wall_s: float
     commit: str | None = None

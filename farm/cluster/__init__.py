@@ -8,18 +8,16 @@ closed once it is empty (Rule 8).
     dask_cluster.py   the driver's side            on_scheduler.py, on_worker.py   what Dask is given
     crews.py          who starts and ends workers: local processes, a launcher's, or nobody (a joined scheduler)
     launcher.py       the Protocol and table of launchers; ssh.py and others implement it, roster.py (pure) decides
+    opening.py        puts a cluster together
     worker.py         a launched worker's process; ticket.py, examine.py, certificates.py: what it gets and checks
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
-from farm.config import ClusterConfig
 from farm.types import Attempt
 
 
@@ -95,24 +93,3 @@ class Cluster(Protocol):
     async def close(self) -> None:
         """Stop everything this cluster started; what still runs is cancelled."""
         ...
-
-
-async def start_cluster(
-    config: ClusterConfig,
-    *,
-    workers: int,
-    runner: str,
-    options: Mapping[str, Any],
-    scratch: Path,
-    run: Path | None = None,
-) -> Cluster:
-    """Both steps of :mod:`farm.cluster.opening` at once, for whoever has nothing to start in between; ``run`` is the
-    folder that all hosts share (default: ``scratch``)."""
-    from farm.cluster.opening import Site, open_cluster
-
-    opened = await open_cluster(config, Site(run=run or scratch, scratch=scratch))
-    try:
-        return await opened.start(workers=workers, runner=runner, options=options)
-    except BaseException:
-        await opened.close()
-        raise

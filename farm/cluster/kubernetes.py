@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
+from farm.cluster.commands import Answer, last_line, run_command
 from farm.cluster.kubernetes_pods import (
     FARM_LABEL,
     START_LABEL,
@@ -43,17 +44,6 @@ _LOOK_S = 2.0
 _END_S = 20.0  # beyond what a pod gets to end
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Answer:
-    code: int
-    out: str
-    error: str
-
-    def refused(self, word: str) -> bool:
-        """kubectl's own name for the server's answer stands in brackets: (NotFound), (AlreadyExists), (Conflict)."""
-        return f"({word})" in self.error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +96,7 @@ class KubernetesLauncher:
         self._must(await self._make("secrets", secret), "the secret with the farm's ticket")
         self._must(await self._make("pods", self._pod("check"), "dryRun=All"), "a worker's pod")
 
-    def _must(self, answer: _Answer, what: str) -> None:
+    def _must(self, answer: Answer, what: str) -> None:
         if answer.code:
             raise UsageError(
                 f"cluster.kubernetes: {what} is refused: {_line(answer.error)}; correct that key of the section"
@@ -139,7 +129,7 @@ class KubernetesLauncher:
             self._looked_at_s = None
             self._withdrawn.add(name)
             answer = await self._remove(name, {"uid": known.uid, "resourceVersion": known.version})
-            if answer.code and not (answer.refused("Conflict") or answer.refused("NotFound")):
+            if answer.code and not (_refused(answer, "Conflict") or _refused(answer, "NotFound")):
                 _log.warning("%s could not be withdrawn: %s", name, _line(answer.error))
 
     async def stop(self, name: str) -> None:
@@ -187,11 +177,11 @@ class KubernetesLauncher:
             return f"{uri}/{name}"
         return f"{uri}?labelSelector={quote(selector)}" if selector else uri
 
-    async def _make(self, what: str, record: Mapping[str, Any], query: str = "") -> _Answer:
+    async def _make(self, what: str, record: Mapping[str, Any], query: str = "") -> Answer:
         uri = self._uri(what) + (f"?{query}" if query else "")
         return await self._run("create", "--raw", uri, "--filename=-", given=json.dumps(record))
 
-    async def _remove(self, worker: str, conditions: Mapping[str, str]) -> _Answer:
+    async def _remove(self, worker: str, conditions: Mapping[str, str]) -> Answer:
         options = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": conditions}
         uri = self._uri("pods", name=self._name(worker))
         return await self._run("delete", "--raw", uri, "--filename=-", given=json.dumps(options))
@@ -205,28 +195,10 @@ class KubernetesLauncher:
         items = json.loads(answer.out)["items"]
         return {item["metadata"]["labels"][WORKER_LABEL]: _listed(item) for item in items}
 
-    async def _run(self, *arguments: str, given: str = "") -> _Answer:
+    async def _run(self, *arguments: str, given: str = "") -> Answer:
         context = [f"--context={self._config.context}"] if self._config.context else []
-        pipe = asyncio.subprocess.PIPE
         command = ["kubectl", *context, f"--request-timeout={_COMMAND_S:g}s", *arguments]
-        try:
-            process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=pipe)
-        except OSError as error:
-            return _Answer(code=127, out="", error=f"kubectl: {error.strerror}")
-        try:
-            out, error_text = await asyncio.wait_for(process.communicate(given.encode()), timeout=2 * _COMMAND_S)
-        except TimeoutError:
-            return _Answer(code=124, out="", error=f"kubectl did not end within {2 * _COMMAND_S:g} s")
-        finally:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                await process.wait()
-        return _Answer(
-            code=process.returncode or 0,
-            out=out.decode("utf-8", "replace"),
-            error=error_text.decode("utf-8", "replace"),
-        )
+        return await run_command(*command, given=given, timeout_s=2 * _COMMAND_S)
 
 
 def _listed(item: Mapping[str, Any]) -> _Pod:
@@ -235,5 +207,9 @@ def _listed(item: Mapping[str, Any]) -> _Pod:
 
 
 def _line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return re.sub(r"^error: |^Error from server ", "", lines[-1]) if lines else "no reason given"
+    return re.sub(r"^error: |^Error from server ", "", last_line(text))
+
+
+def _refused(answer: Answer, word: str) -> bool:
+    """kubectl's own name for the server's answer stands in brackets: (NotFound), (AlreadyExists), (Conflict)."""
+    return f"({word})" in answer.error

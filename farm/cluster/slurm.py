@@ -21,9 +21,8 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 
+from farm.cluster.commands import Answer, last_line, run_command, tail
 from farm.cluster.launcher import REFUSED, Launch, Phase, WorkerState, worker_command
 from farm.cluster.slurm_jobs import QUEUE_FORMAT, Job, parse_queue, parse_site, parse_submitted, script, submission
 from farm.errors import FarmError, UsageError
@@ -32,16 +31,8 @@ _COMMAND_S = 30.0
 _LOOK_S = 2.0  # the controller serves the whole cluster: squeue is asked no more often
 _END_S = 60.0
 _MARGIN_S = 5.0  # between the end of leave_s and SIGKILL: sandboxes are closed, results are fetched
-_TAIL_BYTES = 4096
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Answer:
-    code: int
-    out: str
-    error: str
 
 
 class SlurmLauncher:
@@ -65,11 +56,11 @@ class SlurmLauncher:
                 f"cluster.kind 'slurm': {missing[0]} is not on PATH; run the farm on a host with Slurm's commands "
                 "(a login node), or choose another kind"
             )
-        said = await self._run("scontrol", "show", "config")
+        said = await run_command("scontrol", "show", "config", timeout_s=_COMMAND_S)
         if said.code:
             raise UsageError(
-                f"cluster.kind 'slurm': Slurm's controller does not answer ({_line(said.error)}); is SLURM_CONF right, "
-                "and does `scontrol ping` say UP?"
+                f"cluster.kind 'slurm': Slurm's controller does not answer ({last_line(said.error)}); is SLURM_CONF "
+                "right, and does `scontrol ping` say UP?"
             )
         self._check_site(said.out)
         left = [job for job in await self._queue() if self._worker_of(job) is not None]
@@ -81,8 +72,8 @@ class SlurmLauncher:
         tried = await self._submit("check", "--test-only")
         if tried.code:
             raise UsageError(
-                f"cluster.slurm: sbatch refuses a worker's job: {_line(tried.error)}; correct partition, account, qos, "
-                "time, cpus, memory or options"
+                f"cluster.slurm: sbatch refuses a worker's job: {last_line(tried.error)}; correct partition, account, "
+                "qos, time, cpus, memory or options"
             )
 
     def _check_site(self, text: str) -> None:
@@ -104,7 +95,7 @@ class SlurmLauncher:
         answer = await self._submit(name, "--parsable")
         number = parse_submitted(answer.out)
         if answer.code or number is None:
-            raise FarmError(f"sbatch refused {name}: {_line(answer.error)}", kind="no_job")
+            raise FarmError(f"sbatch refused {name}: {last_line(answer.error)}", kind="no_job")
         self._jobs[name] = Job(id=number, state="PENDING", name=self._job_name(name), preempted=False, reason="None")
         _log.info("%s is job %d", name, number)
         with (self._launch.logs / "slurm-jobs.jsonl").open("a", encoding="utf-8") as stream:
@@ -163,7 +154,7 @@ class SlurmLauncher:
 
     # -- Slurm's commands -----------------------------------------------------------------------------
 
-    async def _submit(self, name: str, option: str) -> _Answer:
+    async def _submit(self, name: str, option: str) -> Answer:
         launch = self._launch
         logs = str(launch.logs).replace("%", "%%")
         arguments = submission(
@@ -175,41 +166,23 @@ class SlurmLauncher:
             environment=os.environ,
         )
         text = script(worker_command(launch, ticket=str(self._ticket), name=name), self._config.setup)
-        return await self._run("sbatch", option, *arguments, given=text)
+        return await run_command("sbatch", option, *arguments, given=text, timeout_s=_COMMAND_S)
 
     async def _queue(self) -> list[Job]:
         """This user's jobs. Raises ``FarmError`` when Slurm does not tell."""
-        answer = await self._run(
-            "squeue", "--noheader", f"--user={getpass.getuser()}", "--states=all", f"--Format={QUEUE_FORMAT}"
-        )
+        answer = await run_command(
+            "squeue", "--noheader", f"--user={getpass.getuser()}", "--states=all", f"--Format={QUEUE_FORMAT}",
+            timeout_s=_COMMAND_S,
+        )  # fmt: skip
         if answer.code:
-            raise FarmError(f"squeue: {_line(answer.error)}", kind="no_queue")
+            raise FarmError(f"squeue: {last_line(answer.error)}", kind="no_queue")
         return parse_queue(answer.out)
 
     async def _cancel(self, *what: int | str) -> None:
         if what:
-            answer = await self._run("scancel", "--quiet", *map(str, what))
+            answer = await run_command("scancel", "--quiet", *map(str, what), timeout_s=_COMMAND_S)
             if answer.code:  # the job has ended, or the controller is silent, and then the next look says so
                 _log.debug("scancel: %s", answer.error)
-
-    async def _run(self, *command: str, given: str = "") -> _Answer:
-        pipe = asyncio.subprocess.PIPE
-        try:
-            process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=pipe)
-        except OSError as error:
-            return _Answer(code=127, out="", error=f"{command[0]}: {error.strerror}")
-        try:
-            out, said = await asyncio.wait_for(process.communicate(given.encode()), timeout=_COMMAND_S)
-        except TimeoutError:
-            return _Answer(code=124, out="", error=f"{command[0]} did not answer within {_COMMAND_S:g} s")
-        finally:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                await process.wait()
-        return _Answer(
-            code=process.returncode or 0, out=out.decode(errors="replace"), error=said.decode(errors="replace")
-        )
 
     # -- names and states -----------------------------------------------------------------------------
 
@@ -232,7 +205,7 @@ class SlurmLauncher:
             )
         if job.phase is Phase.RUNNING:
             return WorkerState(phase=Phase.RUNNING, where=where, leaving=job.preempted)
-        line = _last_line(self._launch.logs / f"slurm-{name}-{job.id}.log")
+        line = last_line(tail(self._launch.logs / f"slurm-{name}-{job.id}.log"), "")
         if line.startswith("farm: "):
             return WorkerState(phase=Phase.ENDED, where=where, code=REFUSED, message=line.removeprefix("farm: "))
         return WorkerState(phase=Phase.ENDED, where=where, code=job.code, message=f"{job.state}: {line}".rstrip(": "))
@@ -241,19 +214,3 @@ class SlurmLauncher:
 def _gone(job: Job) -> Job:
     """No longer listed. How it ended is not known, so its last line must tell."""
     return Job(id=job.id, state="GONE", name=job.name, preempted=False, reason="")
-
-
-def _line(text: str) -> str:
-    """The last line that says something, as one for people."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else "no reason given"
-
-
-def _last_line(path: Path) -> str:
-    try:
-        with path.open("rb") as stream:
-            stream.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-            text = stream.read().decode(errors="replace")
-    except OSError:
-        return ""
-    return _line(text) if text.strip() else ""

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from farm.cluster.commands import tail
 from farm.cluster.launcher import REFUSED, Launch, Phase, WorkerState, worker_command
 from farm.errors import FarmError, UsageError
 
@@ -32,7 +33,6 @@ _LOOK_S = 0.1
 _REST_S = 2.0
 _REST_MAX_S = 60.0
 _PROVEN_S = 60.0
-_TAIL_BYTES = 4096
 
 _OPTIONS = (
     "-T",
@@ -161,7 +161,7 @@ class SshLauncher:
             if code is None:
                 states[name] = WorkerState(phase=Phase.RUNNING, where=worker.host)
                 continue
-            message = "" if code == 0 else explain(worker.host, code, _tail(worker.log))
+            message = "" if code == 0 else explain(worker.host, code, tail(worker.log))
             states[name] = WorkerState(phase=Phase.ENDED, where=worker.host, code=code, message=message)
             self._note(worker, failed=code != 0)
         return states
@@ -214,15 +214,6 @@ def explain(host: str, code: int, said: str) -> str:
     if code in _NOT_FOUND or "No module named" in last:
         return f"{where}: {last}; set cluster.python to the interpreter there that has rollout-farm"
     return f"{where}: the worker ended with {code}: {last}"
-
-
-def _tail(log: Path) -> str:
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
-            return file.read().decode(errors="replace")
-    except OSError:
-        return ""
 
 
 async def _end(workers: Sequence[_Remote], wait_s: float) -> None:

@@ -170,7 +170,7 @@ async def _sweep(ticket: Ticket) -> None:
     provider = make_provider(ticket.expected.provider, **ticket.expected.provider_options)
     while True:
         await asyncio.sleep(_SWEEP_S)
-        with contextlib.suppress(FarmError):
+        with contextlib.suppress(FarmError, OSError):  # the next one tries again
             await provider.sweep(now_s=time.time())
 
 

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,17 +16,16 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from cluster_kinds import RUNNER, interpreter
+from cluster_kinds import RUNNER, interpreter, make_attempt, start_cluster
 from kube_server import Cluster, kube_cluster
 
-from farm.cluster import Lost, start_cluster
+from farm.cluster import Lost
 from farm.cluster.kubernetes import KubernetesLauncher
 from farm.cluster.kubernetes_pods import WORKER_LABEL, manifests, pod, ticket_secret
 from farm.cluster.launcher import Launch, Phase, WorkerState
 from farm.cluster.ticket import Credentials, Expected, Ticket
 from farm.config import ClusterConfig, KubernetesConfig
 from farm.errors import FarmError, UsageError
-from farm.types import Attempt, Episode, InlineFiles, Task
 
 WAIT_S = 200.0
 
@@ -249,7 +247,7 @@ def test_an_evicted_worker_hands_back_its_episodes(
         )  # fmt: skip
         try:
             for index in range(4):
-                cluster.submit(attempt(index, "sleep 600"))
+                cluster.submit(make_attempt(index, "sleep 600"))
             async with asyncio.timeout(WAIT_S):
                 while len(list(tmp_path.glob("started-*"))) < 4:  # noqa: ASYNC110 - files of others
                     await asyncio.sleep(0.1)
@@ -266,12 +264,3 @@ def test_an_evicted_worker_hands_back_its_episodes(
 
     asyncio.run(main())
     assert not kube.objects["pods"]
-
-
-def attempt(index: int, what: str) -> Attempt:
-    task = Task(
-        instance_id="t", dataset="d", repo="r", base_commit="c", problem_statement=what, patch="", test_patch="",
-        fail_to_pass=(), pass_to_pass=(), eval_script="", log_parser="x", workspace=InlineFiles(files={}),
-    )  # fmt: skip
-    episode = Episode(task=task, group_id="g", index=index, group_size=64, seed=index)
-    return Attempt(episode=episode, number=1, engine_url="", min_version=0, queued_at_s=time.time())

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cluster_kinds import RUNNER, interpreter, make_attempt
+from cluster_kinds import RUNNER, interpreter, make_attempt, start_cluster
 from distributed import Client
 from farm_process import FarmProcess, farm_command, rows, until
 from net_hosts import NetHosts
 from ssh_hosts import SshHosts
 
-from farm.cluster import Finished, Lost, start_cluster
+from farm.cluster import Finished, Lost
 from farm.cluster.certificates import make_credentials
 from farm.cluster.opening import Site, open_cluster
 from farm.cluster.settings import security_of

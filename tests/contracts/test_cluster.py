@@ -10,10 +10,10 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from cluster_kinds import ELASTIC, KINDS, RUNNER, kinds
+from cluster_kinds import ELASTIC, KINDS, RUNNER, kinds, start_cluster
 from cluster_kinds import make_attempt as attempt
 
-from farm.cluster import Cluster, ClusterEvent, Finished, Lost, Size, start_cluster
+from farm.cluster import Cluster, ClusterEvent, Finished, Lost, Size
 from farm.config import ClusterConfig
 
 
@@ -67,7 +67,7 @@ async def scaled(cluster: Cluster, workers: int, *, slots: int) -> Size:
 def test_results_slots_blocking_and_defects(kind: str, folder: Path) -> None:
     async def use(cluster: Cluster) -> None:
         assert cluster.address.startswith(("tcp://127.0.0.1:", "tls://"))
-        size = await cluster.scale(2)
+        size = await scaled(cluster, 2, slots=8)  # of one that somebody else runs, one worker is enough to begin with
         assert (size.workers, size.slots, size.draining) == (2, 8, 0)
         for index in range(20):
             cluster.submit(attempt(index, "block 0.01" if index % 2 else "sleep 0.01"))

@@ -14,11 +14,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from cluster_kinds import make_attempt, start_cluster
 
-from farm.cluster import Cluster, Finished, start_cluster
+from farm.cluster import Cluster, Finished
 from farm.config import ClusterConfig
 from farm.errors import UsageError
-from farm.types import Attempt, Episode, InlineFiles, Task
 
 RUNNER = """
 import asyncio, os
@@ -57,25 +57,6 @@ def worker_arguments(address: str, folder: Path) -> list[str]:
         "worker", address, "--nthreads", "4", "--no-nanny", "--no-dashboard", "--memory-limit", "0", *tls(folder),
         "--local-directory", str(folder),
     ]  # fmt: skip
-
-
-def attempt(index: int) -> Attempt:
-    task = Task(
-        instance_id="t",
-        dataset="d",
-        repo="r",
-        base_commit="c",
-        problem_statement="p",
-        patch="",
-        test_patch="",
-        fail_to_pass=(),
-        pass_to_pass=(),
-        eval_script="",
-        log_parser="x",
-        workspace=InlineFiles(files={}),
-    )
-    episode = Episode(task=task, group_id="g", index=index, group_size=64, seed=index)
-    return Attempt(episode=episode, number=1, engine_url="", min_version=0, queued_at_s=0.0)
 
 
 @pytest.fixture
@@ -151,7 +132,7 @@ def test_work_on_a_scheduler_of_others_over_tls(scheduler: ClusterConfig) -> Non
                     size = await cluster.scale(1)
                     assert (size.workers, size.slots) == (1, 4)
                     for index in range(6):
-                        cluster.submit(attempt(index))
+                        cluster.submit(make_attempt(index, ""))
                     events = [await cluster.events.get() for _ in range(6)]
                     assert all(isinstance(event, Finished) for event in events)
             finally:
@@ -194,7 +175,7 @@ def test_a_worker_that_comes_later_and_is_not_fit_takes_no_attempt(
                 async with asyncio.timeout(100):
                     assert await asyncio.to_thread(late.wait) == 0
                     assert (await cluster.scale(1)).workers == 1
-                    cluster.submit(attempt(0))
+                    cluster.submit(make_attempt(0, ""))
                     assert isinstance(await cluster.events.get(), Finished)
         finally:
             await cluster.close()

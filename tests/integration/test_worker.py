@@ -12,7 +12,7 @@ from farm.dispatch import FinitePlan, PlanSpec
 from farm.errors import FarmError
 from farm.suites import micro
 from farm.trajectory_log import DirectoryLog
-from farm.types import Attempt, Boundary, Limits, SamplingParams, Trajectory
+from farm.types import Attempt, Boundary, EndReason, Limits, SamplingParams, Trajectory
 from farm.worker import EpisodeWorker, Receipt, Returned, WorkerOptions
 
 
@@ -147,6 +147,9 @@ def test_a_worker_that_is_being_taken_away_lands_nothing(tmp_path: Path) -> None
             "preempted",
             True,
         )
+        # The driver lands this very row when no attempt is left: it must not have the grade.
+        assert result.trajectory.outcome == result.failed
+        assert result.trajectory.end_reason is EndReason.FAILED
         assert DirectoryLog(tmp_path / "log").landed() == set()
 
     asyncio.run(main())

@@ -12,12 +12,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from makers import make_task
 
+from farm.cluster import Cluster
+from farm.cluster.opening import Site, open_cluster
 from farm.config import ClusterConfig
-from farm.types import Attempt, Episode, InlineFiles, Task
+from farm.types import Attempt, Episode
 
 PLAIN = ("local", "join")
 
@@ -49,6 +54,25 @@ class Runner:
     async def close(self):
         open(os.path.join(self.folder, f"closed-{os.getpid()}"), "w").close()
 '''
+
+
+async def start_cluster(
+    config: ClusterConfig,
+    *,
+    workers: int,
+    runner: str,
+    options: Mapping[str, Any],
+    scratch: Path,
+    run: Path | None = None,
+) -> Cluster:
+    """Both steps of :mod:`farm.cluster.opening` at once; ``run`` is the folder that all hosts share (default:
+    ``scratch``)."""
+    opened = await open_cluster(config, Site(run=run or scratch, scratch=scratch))
+    try:
+        return await opened.start(workers=workers, runner=runner, options=options)
+    except BaseException:
+        await opened.close()
+        raise
 
 
 def kinds() -> tuple[str, ...]:
@@ -164,19 +188,6 @@ ELASTIC: frozenset[str] = frozenset(KINDS) - {"join"}  # of the others, somebody
 
 def make_attempt(index: int, what: str, number: int = 1) -> Attempt:
     """Of :data:`RUNNER`; ``what`` it does."""
-    task = Task(
-        instance_id="t",
-        dataset="d",
-        repo="r",
-        base_commit="c",
-        problem_statement=what,
-        patch="",
-        test_patch="",
-        fail_to_pass=(),
-        pass_to_pass=(),
-        eval_script="",
-        log_parser="x",
-        workspace=InlineFiles(files={}),
-    )
+    task = replace(make_task("t"), problem_statement=what)
     episode = Episode(task=task, group_id="g", index=index, group_size=64, seed=index)
     return Attempt(episode=episode, number=number, engine_url="", min_version=0, queued_at_s=0.0)
