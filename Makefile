@@ -22,7 +22,7 @@ test-sandboxes: .venv/ready
 test-harbor:  # with the real harbor package, in its own build/harbor-venv; needs Python 3.12 or 3.13
 	ci/harbor.sh
 
-# Workers on other hosts, over ssh and cut networks; as root, installs openssh-server and iproute2 where they are missing.
+# Clusters: ssh, cut networks, Slurm, a double of Kubernetes; as root, installs what is missing.
 test-clusters: .venv/ready
 	ci/clusters.sh
 

@@ -30,6 +30,9 @@ def headroom(lab: Lab) -> Measurement:
     """Every look at the engines while the trained policy is evaluated: full load, and no policy update to pause for."""
     run = lab.evaluate("rl", Path(policies(lab.rl())[-1].path))
     looks = [line for line in _lines(run / "logs" / "engine_metrics.jsonl") if line["running"] or line["queued"]]
+    if not looks:
+        why = "not measured: the run was over before an engine was seen at work"
+        return Measurement(estimate=None, unit="", holds=None, detail={"not_compared": why})
     use = 100 * np.array([look["used_tokens"] / look["max_total_tokens"] for look in looks])
     queue = np.array([look["queued"] for look in looks])
     running = np.array([look["running"] for look in looks])

@@ -259,6 +259,15 @@ def test_headroom_is_the_peak_of_the_looks(lab: Lab, busy: list[tuple[int, int]]
     assert holds(found) is answer
 
 
+def test_headroom_of_a_run_that_was_over_before_a_look_is_not_measured(lab: Lab) -> None:
+    trained_policy(lab)
+    run = made_stage(lab, "eval-rl", [trajectory(0)])
+    (run.logs / "engine_metrics.jsonl").write_text(json.dumps({"at_s": 0.0, "url": "u", **asdict(IDLE)}) + "\n")
+    found = kv.headroom(lab)
+    assert found.estimate is None
+    assert "not measured" in found.detail["not_compared"]
+
+
 @pytest.mark.parametrize(("blocked", "guarded_timeouts", "answer"), [(10, 0, True), (5, 0, False), (10, 1, False)])
 def test_thrash_needs_the_block_without_and_none_with(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, blocked: int, guarded_timeouts: int, answer: bool
