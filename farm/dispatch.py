@@ -39,6 +39,7 @@ from farm.types import (
     content_digest,
 )
 
+WORKER_GONE_KINDS = frozenset({"worker_lost", "preempted"})
 LOST_KINDS = frozenset({"worker_lost", "preempted", "lease_expired", "cancelled"})
 
 _UNBOUNDED = 1 << 30
@@ -355,6 +356,7 @@ class Dispatcher:
         self._position = 0
         self._closed_groups = 0
         self._capacity = 0
+        self._gone = 0  # slots that went with workers since the capacity was told
         self._step: int | None = None
         self._consumed = 0
         self._draining = False
@@ -413,6 +415,7 @@ class Dispatcher:
         match event:
             case Capacity():
                 self._capacity = max(0, event.slots)
+                self._gone = 0
             case Landed():
                 self._flights.pop((event.episode_id, event.attempt), None)
                 self._close(event.episode_id, "landed", now_s, commands)
@@ -424,6 +427,8 @@ class Dispatcher:
             case AttemptLost():
                 flight = self._flights.pop((event.episode_id, event.attempt), None)
                 failure = _lost_attempt(event, started_at_s=flight.started_at_s if flight else now_s, now_s=now_s)
+                if event.kind in WORKER_GONE_KINDS:
+                    self._gone += 1  # until slots are counted again; what is issued and waits for one ages meanwhile
                 self._fail(event.episode_id, failure, True, now_s, commands)
             case Unissued():
                 self._on_unissued(event, now_s)
@@ -563,7 +568,7 @@ class Dispatcher:
         while self._delayed and self._delayed[0][0] <= now_s:
             _, position, index, episode_id = heapq.heappop(self._delayed)
             heapq.heappush(self._ready, (position, index, episode_id))
-        while len(self._flights) < self._capacity:
+        while len(self._flights) < self._capacity - self._gone:
             live = self._pop_ready()
             if live is None:
                 if not self._openable():

@@ -42,6 +42,8 @@ _CANCEL_GRACE_S = 15.0
 # run_episode keeps episode_s by itself; this is the wall behind it, for a clean-up that hangs. Both together are less
 # than what the lease adds to episode_s.
 _WALL_SLACK_S = 10.0
+# Who takes a host away signals the processes in its sandboxes and the worker at about the same time, in any order.
+_SIGNAL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +133,8 @@ class EpisodeWorker:
     async def run(self, attempt: Attempt) -> Receipt | Returned:
         """Execute the attempt within its wall limit. Raises only ``CancelledError``."""
         trajectory = await self._bounded(attempt)
+        if not (isinstance(trajectory.outcome, Graded) and trajectory.outcome.reward > 0):
+            await asyncio.sleep(_SIGNAL_S)  # it may be such a signal's work
         if self._distrusted:
             trajectory = _as_failed(trajectory, FarmError("its worker was told to go while it ran", kind="preempted"))
         match trajectory.outcome:

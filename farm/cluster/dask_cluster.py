@@ -18,7 +18,7 @@ from farm.types import Attempt
 
 _CLOSE_S = 20.0
 _GATHER_WINDOW_S = 0.005
-_GATHER_S = 60.0
+_GATHER_S = 30.0
 _CANCEL_S = 10.0
 
 _log = logging.getLogger(__name__)
@@ -94,8 +94,16 @@ class DaskCluster:
     async def _gather(self) -> dict[str, tuple[str, Any]]:
         await asyncio.sleep(_GATHER_WINDOW_S)
         batch, self._fetching, self._gathering = self._fetching, {}, None
-        results = await asyncio.wait_for(self._client.gather(batch, errors="skip"), timeout=_GATHER_S)
-        return dict(results)
+        try:
+            return await self._results(batch)
+        except TimeoutError:  # one whose worker is gone holds up the others
+            each = [self._results({key: future}) for key, future in batch.items()]
+            results = await asyncio.gather(*each, return_exceptions=True)
+        return {key: result for some in results if isinstance(some, dict) for key, result in some.items()}
+
+    async def _results(self, futures: dict[str, Future]) -> dict[str, tuple[str, Any]]:
+        """Raises TimeoutError."""
+        return dict(await asyncio.wait_for(self._client.gather(futures, errors="skip"), timeout=_GATHER_S))
 
     async def cancel(self, episode_id: str, number: int) -> None:
         key = attempt_key(episode_id, number)

@@ -14,6 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Mapping
+from types import FrameType
 from typing import Any
 
 from distributed import Worker, get_worker
@@ -25,7 +26,9 @@ from farm.cluster.ticket import Expected
 from farm.types import Attempt
 
 PLUGIN = "farm-episodes"
-_CLOSE_S = 20.0
+_CLEAN_S = 15.0  # for the episodes that run when the worker is closed
+_CLOSE_S = 20.0  # for all that is done then
+_JOIN_S = 1.0
 _GIVE_UP_S = 5.0
 _LOOK_S = 0.02
 
@@ -47,6 +50,7 @@ class EpisodesPlugin(WorkerPlugin):
         self.expected = expected
         self.running: dict[str, asyncio.Task[Any]] = {}
         self.loop: asyncio.AbstractEventLoop | None = None
+        self.thread: threading.Thread | None = None
         self.runner: EpisodeRunner | None = None
         self.worker = ""
         self.leaving = False
@@ -64,12 +68,27 @@ class EpisodesPlugin(WorkerPlugin):
     def _start(self, worker: Worker) -> None:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the driver, which drains
+            if self.expected is not None:
+                self._distrust_on_sigterm()
         module, _, attribute = self.runner_name.partition(":")
         factory = getattr(importlib.import_module(module), attribute)
         self.worker = str(worker.name)
         self.runner = factory(worker=self.worker, **self.options)
         self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, name="episodes", daemon=True).start()
+        self.thread = threading.Thread(target=_run_and_close, args=(self.loop,), name="episodes", daemon=True)
+        self.thread.start()
+
+    def _distrust_on_sigterm(self) -> None:
+        """Who started this worker may tell its sandboxes to end together with it (systemd does)."""
+        before = signal.getsignal(signal.SIGTERM)
+        if not callable(before):
+            return  # it ends this process at once: nothing lands from it any more
+
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            self.distrust()
+            before(number, frame)
+
+        signal.signal(signal.SIGTERM, on_signal)
 
     async def run(self, key: str, attempt: Attempt) -> tuple[str, Any]:
         assert self.loop is not None
@@ -78,6 +97,8 @@ class EpisodesPlugin(WorkerPlugin):
 
     async def _tracked(self, key: str, attempt: Attempt) -> tuple[str, Any]:
         assert self.runner is not None
+        if self.leaving:
+            return "preempted", self.worker
         task = asyncio.ensure_future(self.runner.run(attempt))
         self.running[key] = task
         try:
@@ -101,7 +122,8 @@ class EpisodesPlugin(WorkerPlugin):
         for key in list(self.running):
             self.cancel(key)
         give_up_at = time.monotonic() + _GIVE_UP_S
-        while (self.running or worker.data) and time.monotonic() < give_up_at:  # noqa: ASYNC110 - both belong to threads
+        # Between an episode's end and its result in ``data`` Dask still counts its task as executing.
+        while (worker.state.executing_count or worker.data) and time.monotonic() < give_up_at:  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_S)
 
     def cancel(self, key: str) -> None:
@@ -117,17 +139,27 @@ class EpisodesPlugin(WorkerPlugin):
             return
         stop = asyncio.run_coroutine_threadsafe(self._stop(), self.loop)
         with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
-            await asyncio.wait_for(asyncio.wrap_future(stop), timeout=_CLOSE_S / 2)
+            await asyncio.wait_for(asyncio.wrap_future(stop), timeout=_CLOSE_S)
         self.loop.call_soon_threadsafe(self.loop.stop)
+        if self.thread is not None:
+            await asyncio.to_thread(self.thread.join, _JOIN_S)
 
     async def _stop(self) -> None:
         tasks = list(self.running.values())
         for task in tasks:
-            task.cancel()
+            if not task.cancelling():  # a second time would cut its clean-up short
+                task.cancel()
         if tasks:
-            await asyncio.wait(tasks, timeout=_CLOSE_S / 4)
+            await asyncio.wait(tasks, timeout=_CLEAN_S)
         if self.runner is not None:
             await self.runner.close()
+
+
+def _run_and_close(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
 
 
 def _being_cancelled() -> bool:

@@ -39,6 +39,8 @@ HELD = b"L"  # told to the owner when the sandbox is in its groups and on record
 SECCOMP_FD = 9  # where bwrap finds its filter
 _CLONE_NEWNS, _MS_BIND, _MS_REC, _MS_PRIVATE = 0x20000, 0x1000, 0x4000, 0x40000
 _IDLE_S = 1.0  # how long it stays without a sandbox
+_IGNORED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # sent to all of a job; it ends when its owner does
+_RESET = (signal.SIGPIPE, *_IGNORED)
 _CLEAN_S = 10.0  # the most time spent on clearing away after the owner is gone
 
 
@@ -172,7 +174,7 @@ class Launcher:
             os.setresgid(uid, uid, 0)
             os.setresuid(uid, uid, 0)
         try:
-            return os.posix_spawn(argv[0], argv, {}, file_actions=actions, setsid=True, setsigdef=[signal.SIGPIPE])
+            return os.posix_spawn(argv[0], argv, {}, file_actions=actions, setsid=True, setsigdef=_RESET)
         finally:
             if uid is not None:
                 os.setresuid(0, 0, 0)
@@ -257,6 +259,8 @@ def _make_reachable(mounts: Sequence[str]) -> None:
 
 def main() -> None:
     """argv: control descriptor, owner's pid, state directory, then pairs of directories to bind (root only)."""
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
     control, owner, directory, *mounts = sys.argv[1:]
     for path in list(
         Path("/proc/self/fd").iterdir()

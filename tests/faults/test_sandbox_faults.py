@@ -147,6 +147,24 @@ def test_a_killed_sandbox_is_lost_and_the_next_one_works(provider: BubblewrapPro
     assert clean(directory)
 
 
+def test_a_job_that_is_told_to_end_leaves_its_sandboxes_to_their_owner(
+    provider: BubblewrapProvider, directory: Path
+) -> None:
+    """Slurm and systemd tell every process of a job, the launcher too, and the owner may go on for a while."""
+
+    async def run() -> None:
+        async with provider.open(spec()) as sandbox:
+            assert provider.launcher_pid is not None
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+                os.kill(provider.launcher_pid, number)
+            assert (await sandbox.exec("echo on", timeout_s=10)).output == "on\n"
+            told = await sandbox.exec("sh -c 'kill -TERM $$; echo ignored'", timeout_s=10)
+            assert (told.exit_code, told.output) == (128 + signal.SIGTERM, ""), "commands hear signals as always"
+
+    asyncio.run(run())
+    assert clean(directory)
+
+
 def test_a_killed_launcher_takes_all_along_and_is_replaced(provider: BubblewrapProvider, directory: Path) -> None:
     async def run() -> None:
         async with provider.open(spec()) as sandbox:

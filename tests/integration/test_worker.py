@@ -35,6 +35,15 @@ def options(folder: Path, **changes: object) -> WorkerOptions:
     return replace(given, **changes)  # type: ignore[arg-type]
 
 
+class ToldLate(EpisodeWorker):
+    """Told to go a moment after its sandboxes were: by then an episode has ended without them."""
+
+    async def _episode(self, attempt: Attempt) -> Trajectory:
+        trajectory = await super()._episode(attempt)
+        asyncio.get_running_loop().call_later(0.005, self.distrust)
+        return trajectory
+
+
 class Stuck(EpisodeWorker):
     """An episode that never ends and does not listen."""
 
@@ -135,10 +144,12 @@ def test_a_finished_episode_waits_for_room_on_the_disk(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_worker_that_is_being_taken_away_lands_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("told_first", [True, False])
+def test_a_worker_that_is_being_taken_away_lands_nothing(tmp_path: Path, told_first: bool) -> None:
     async def main() -> None:
-        worker = EpisodeWorker(worker="w1", options=options(tmp_path))
-        worker.distrust()
+        worker = (EpisodeWorker if told_first else ToldLate)(worker="w1", options=options(tmp_path))
+        if told_first:
+            worker.distrust()
         result = await worker.run(make_attempt())
         await worker.close()
         assert isinstance(result, Returned)

@@ -111,7 +111,8 @@ def test_when_everything_fails_the_same_way_it_stops_and_lands_none_of_it() -> N
 def test_losses_have_a_budget_of_their_own() -> None:
     dispatcher, (first, second) = start(2)
     lost = AttemptLost(episode_id=first.episode.id, attempt=1, worker="w")
-    assert runs(list(dispatcher.handle(lost, now_s=0.0))) == [("t0", 0, 2)], "at once, it says nothing of the next"
+    assert runs(list(dispatcher.handle(lost, now_s=0.0))) == [], "its slot is gone, too"
+    assert runs(list(dispatcher.handle(Capacity(slots=2), now_s=0.0))) == [("t0", 0, 2)], "it says nothing of the next"
     commands = dispatcher.handle(AttemptFailed(episode_id=first.episode.id, failure=failure(2)), now_s=0.0)
     assert not any(isinstance(c, LandFailed) for c in commands)
     dispatcher.handle(Capacity(slots=9), now_s=5.0)
