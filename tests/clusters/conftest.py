@@ -8,6 +8,7 @@ SET_UP = frozenset(filter(None, os.environ.get("ROLLOUT_FARM_CLUSTERS", "").spli
 _NEEDS = {
     "test_cluster_ssh.py": "ssh",
     "test_cluster_cut.py": "netns",
+    "test_cluster_engine.py": "netns",
     "test_cluster_slurm.py": "slurm",
     "test_cluster_kubernetes.py": "kubernetes",
 }

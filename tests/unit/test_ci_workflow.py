@@ -27,6 +27,8 @@ def test_a_pull_request_is_held_against_all_of_it(job: str, command: str) -> Non
 
 
 def test_every_script_it_calls_is_there() -> None:
+    back_ends = JOBS["back-ends"]["strategy"]["matrix"]["script"]
+    assert all((ROOT / "ci" / f"{name}.sh").is_file() for name in back_ends)
     runs = [step["run"] for job in JOBS.values() for step in job["steps"] if "run" in step]
     scripts = {found for run in runs for found in re.findall(r"\bci/[\w-]+\.sh", run)}
     assert scripts
