@@ -1,8 +1,8 @@
 """One attempt at one episode: the one place where task, agent, sandbox, engine and grader meet.
 
 ``run_episode`` always returns a Trajectory. Whatever breaks on the way becomes ``Failed`` and never a reward (Rule 3);
-an agent that ran out of turns, tokens or time is graded as it stands. Only cancellation leaves as an exception. In
-every case both sandboxes are closed first (Rule 7).
+an agent that ran out of turns, tokens, time, or its sandbox's memory or disk is graded as it stands. Only cancellation
+leaves as an exception. In every case both sandboxes are closed first (Rule 7).
 
 Time: the agent has ``agent_s``, the tests have ``grade_s``, the whole attempt has ``episode_s``. Because the agent
 stops by itself at ``agent_s``, an attempt that exceeds ``episode_s`` was held up by sandboxes or grading: a failure of
@@ -123,26 +123,33 @@ class _Course:
             if isinstance(task.workspace, ImageFiles):
                 with self._event("history"):
                     base = (await strip_future(task, sandbox)).head
-            self.keep(
-                await agent.run(
-                    task,
-                    episode_id=episode.id,
-                    sandbox=sandbox,
-                    engine=engine,
-                    renderer=renderer,
-                    sampling=episode.sampling,
-                    limits=limits,
-                    min_step=self._attempt.min_version,
+            try:
+                self.keep(
+                    await agent.run(
+                        task,
+                        episode_id=episode.id,
+                        sandbox=sandbox,
+                        engine=engine,
+                        renderer=renderer,
+                        sampling=episode.sampling,
+                        limits=limits,
+                        min_step=self._attempt.min_version,
+                    )
                 )
-            )
-            if isinstance(grader, MachineGrader) and grader.by_machine(task):
-                with self._event("grade"):
-                    return await grader.grade_machine(task, sandbox=sandbox, limits=limits)
-            with self._event("collect"):
-                try:
+                if isinstance(grader, MachineGrader) and grader.by_machine(task):
+                    with self._event("grade"):
+                        return await grader.grade_machine(task, sandbox=sandbox, limits=limits)
+                with self._event("collect"):
                     self._patch = await collect_patch(task, sandbox, base=base)
-                except NoPatchError as error:
-                    return not_resolved(task, str(error), patch_applied=False)
+            except NoPatchError as error:
+                return not_resolved(task, str(error), patch_applied=False)
+            except SandboxLostError as error:
+                if not error.by_own_limit:
+                    raise
+                # Else a policy that is about to fail could make itself a failure that nobody trains on.
+                self.keep(partial_run(error))
+                self._end = EndReason.RESOURCES
+                return not_resolved(task, str(error), patch_applied=False)
         if not self._patch:  # tasks are qualified: without a change their tests fail
             return not_resolved(task, "the agent changed nothing: no test was run", patch_applied=True)
         return None

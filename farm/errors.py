@@ -31,10 +31,16 @@ class SandboxStartError(FarmError):
 
 
 class SandboxLostError(FarmError):
-    """A running sandbox went away (killed, out of memory as a whole, host lost). Not a failed command."""
+    """A running sandbox went away (killed, out of memory as a whole, host lost). Not a failed command.
+
+    ``by_own_limit``: the back end knows that what ran in it had reached the sandbox's own limit of memory or disk."""
 
     boundary = Boundary.SANDBOX_LOST
     default_kind = "lost"
+
+    @property
+    def by_own_limit(self) -> bool:
+        return self.kind in ("oom", "disk_limit")
 
 
 class EngineError(FarmError):

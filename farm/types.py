@@ -224,6 +224,7 @@ class EndReason(StrEnum):
     CONTEXT_FULL = "context_full"
     TIME_LIMIT = "time_limit"
     MALFORMED = "malformed"  # the policy wrote no readable action
+    RESOURCES = "resources"  # it used up its sandbox's memory or disk, and so ended it
     FAILED = "failed"
 
 

@@ -167,9 +167,10 @@ class BubblewrapSandbox(ServedSandbox):
         """Wait for the command server. Raises ``SandboxStartError`` with what bwrap had to say."""
         said = ""
         missing = 2  # the server's word and the launcher's
+        ended = False  # the launcher may say so before its first word is read
         until = time.monotonic() + _START_S
         try:
-            while missing:
+            while missing or ended:
                 frame = await self._channel.receive(timeout_s=until - time.monotonic())
                 cpu_s = command_server.parse_ready(frame)
                 if cpu_s is not None:
@@ -178,6 +179,7 @@ class BubblewrapSandbox(ServedSandbox):
                 elif frame == HELD:
                     missing -= 1
                 elif frame.startswith(b"X{"):
+                    ended = True
                     said += "its deadline has passed" if json.loads(frame[1:])["overdue"] else ""
                 else:
                     said += frame.decode(errors="replace")

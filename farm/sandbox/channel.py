@@ -72,6 +72,8 @@ class Channel:
                 frame = self._socket.recv(MAX_FRAME)
             except BlockingIOError:
                 break
+            except ConnectionResetError:
+                continue  # it went without reading a request of ours: told once, and before what it had said
             except OSError:
                 frame = b""
             if not frame:

@@ -183,6 +183,9 @@ class Launcher:
     def _exited(self, child: _Child) -> None:
         self._selector.unregister(child.handle)
         os.close(child.handle)
+        # bwrap may have been killed before its child was to die with it. After the wait its number may be another's.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
         _, status = os.waitpid(child.pid, 0)
         del self._children[child.id]
         facts = {"status": status, "overdue": child.overdue, "oom_kills": _oom_kills(child.groups) if status else 0}
@@ -234,11 +237,21 @@ def _put(path: str, value: str) -> None:
 
 
 def _oom_kills(groups: list[str]) -> int:
+    """Processes that were killed because the sandbox had reached its own limit; not for want of memory on the host."""
     for group in groups:
-        for name in ("memory.oom_control", "memory.events"):
-            with contextlib.suppress(OSError, IndexError, ValueError):
-                return int(read_kernel_file(f"{group}/{name}").split("oom_kill ", 1)[1].split(None, 1)[0])
+        with contextlib.suppress(OSError, ValueError):
+            reached = int(read_kernel_file(f"{group}/memory.failcnt"))
+            return _count(f"{group}/memory.oom_control", "oom_kill") if reached else 0
+        with contextlib.suppress(OSError, ValueError):
+            reached = _count(f"{group}/memory.events", "oom")
+            return _count(f"{group}/memory.events", "oom_kill") if reached else 0
     return 0
+
+
+def _count(path: str, name: str) -> int:
+    """Of the line ``name COUNT``."""
+    lines = (line.split() for line in read_kernel_file(path).splitlines())
+    return next((int(count) for key, count in lines if key == name), 0)
 
 
 def _make_reachable(mounts: Sequence[str]) -> None:

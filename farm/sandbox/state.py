@@ -129,7 +129,8 @@ def kill(process: Process) -> None:
 
 
 def remove_groups(groups: tuple[str, ...] | list[str]) -> bool:
-    """Remove cgroup directories; False when one is still busy (its last process is just dying)."""
+    """Kill what is left in the cgroups and remove their directories; False when one is still busy (its last process is
+    just dying)."""
     done = True
     for group in groups:
         try:
@@ -138,7 +139,17 @@ def remove_groups(groups: tuple[str, ...] | list[str]) -> bool:
             continue
         except OSError:
             done = False
+            _kill_members(group)
     return done
+
+
+def _kill_members(group: str) -> None:
+    """A sandbox whose first process was killed while it made the second one leaves that behind."""
+    with contextlib.suppress(FileNotFoundError):
+        for line in read_kernel_file(f"{group}/cgroup.procs").split():
+            if line != "0":  # one that this process can't see
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(int(line), signal.SIGKILL)
 
 
 def sweep(directory: Path, *, now_s: float, patience_s: float = 5.0) -> int:

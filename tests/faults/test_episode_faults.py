@@ -22,6 +22,7 @@ from farm.types import (
     Episode,
     Evidence,
     Failed,
+    Graded,
     InlineFiles,
     Limits,
     Task,
@@ -192,6 +193,25 @@ def test_all_places_are_reached() -> None:
 )
 def test_a_failure_has_a_boundary_and_no_reward(place: str, error: Exception, boundary: Boundary) -> None:
     check_failure(place, error, boundary)
+
+
+@pytest.mark.parametrize("kind", ["oom", "disk_limit"])
+@pytest.mark.parametrize(("place", "turns"), [("1 exec", 1), ("1 collect exec", 3), ("1 read_file", 3)])
+def test_who_uses_up_its_own_sandbox_is_graded(place: str, turns: int, kind: str) -> None:
+    """Not a failure: a policy could make itself one whenever it is about to get no reward."""
+    world = World(place, raising(SandboxLostError("it wrote too much", kind=kind)))
+    landed = asyncio.run(world.attempt())
+    assert isinstance(landed.outcome, Graded)
+    assert landed.outcome.reward == 0.0
+    assert "it wrote too much" in landed.outcome.evidence.log_tail
+    assert (landed.end_reason, len(landed.turns)) == (EndReason.RESOURCES, turns)
+    assert world.opened == world.closed == 1
+
+
+@pytest.mark.parametrize("kind", ["oom", "disk_limit"])
+@pytest.mark.parametrize("place", ["1 write_files", "2 start", "grade"])
+def test_a_sandbox_that_is_used_up_before_or_after_the_agent_is_a_failure(place: str, kind: str) -> None:
+    check_failure(place, SandboxLostError("it is gone", kind=kind), Boundary.SANDBOX_LOST)
 
 
 def test_a_defect_anywhere_is_the_farms_failure() -> None:
