@@ -22,6 +22,9 @@ class FarmPlugin(SchedulerPlugin):
         scheduler.allowed_failures = 0
         scheduler.WORKER_SATURATION = 1.0
         scheduler.handlers["farm_plan"] = self.plan
+        for worker in scheduler.workers.values():
+            if worker.status == Status.closing_gracefully:  # drained by a farm that was killed before it closed it
+                self._set_status(worker, Status.running)
 
     def _set_status(self, worker: WorkerState, status: Status) -> None:
         self.scheduler.handle_worker_status_change(status, worker, "farm-drain")
@@ -40,11 +43,12 @@ class FarmPlugin(SchedulerPlugin):
                 self.draining.add(address)
         live = [w for w in workers.values() if w.address not in self.draining and w.status == Status.running]
         if want is not None:
-            while len(live) < want and self.draining - going:
-                address = max(self.draining - going, key=lambda a: len(workers[a].processing))
-                self.draining.discard(address)
-                self._set_status(workers[address], Status.running)
-                live.append(workers[address])
+            # One that has been told to go meanwhile calls itself paused, and is not called back.
+            kept = [workers[a] for a in self.draining - going if workers[a].status == Status.closing_gracefully]
+            for worker in sorted(kept, key=lambda w: len(w.processing), reverse=True)[: max(0, want - len(live))]:
+                self.draining.discard(worker.address)
+                self._set_status(worker, Status.running)
+                live.append(worker)
             for worker in sorted(live, key=lambda w: len(w.processing))[: max(0, len(live) - want)]:
                 self._set_status(worker, Status.closing_gracefully)
                 self.draining.add(worker.address)

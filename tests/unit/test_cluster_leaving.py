@@ -64,6 +64,28 @@ def test_a_worker_that_is_just_joining_is_neither_live_nor_draining() -> None:
     assert (told["live"], told["draining"]) == ([], [])
 
 
+def test_what_a_farm_that_was_killed_had_drained_is_called_back() -> None:
+    scheduler = FakeScheduler(a=0, b=0, c=1)
+    for worker in scheduler.workers.values():
+        worker.status = Status.closing_gracefully
+    scheduler.workers["tls://b"].status = Status.paused
+    plugin = plugin_of(scheduler)
+    told = plugin.plan()
+    assert (set(told["live"]), told["draining"]) == ({"a", "c"}, ["b"])
+    told = plugin.plan(want=1)
+    assert (told["live"], told["empty_names"]) == (["c"], ["a"])
+
+
+def test_a_drained_worker_that_is_told_to_go_is_not_called_back() -> None:
+    scheduler = FakeScheduler(a=3, b=2, c=1)
+    plugin = plugin_of(scheduler)
+    assert set(plugin.plan(want=1)["draining"]) == {"b", "c"}
+    scheduler.workers["tls://b"].status = Status.paused  # as a worker says at SIGTERM
+    told = plugin.plan(want=3)
+    assert (set(told["live"]), told["draining"]) == ({"a", "c"}, ["b"])
+    assert scheduler.workers["tls://b"].status == Status.paused
+
+
 class Waiting:
     """A launcher whose workers stand in a queue."""
 
