@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import getpass
 import json
 import logging
 import os
@@ -113,9 +112,13 @@ class SlurmLauncher:
                 unheard = self._worker_of(job)
                 if unheard is not None and job.id not in known and unheard not in self._jobs:
                     self._jobs[unheard] = job
-            for name in self._withdrawn & {name for name, job in self._jobs.items() if job.phase is Phase.ENDED}:
+            for name in list(self._withdrawn & self._jobs.keys()):
+                job = self._jobs[name]
+                if job.phase is Phase.WAITING:
+                    continue
                 self._withdrawn.discard(name)
-                await self.stop(name)  # it did not fail: it was taken back
+                if job.phase is Phase.ENDED and job.code is None:
+                    await self.stop(name)  # it did not fail: it was taken back; how one ends that had begun counts
         return {name: self._state(job, name) for name, job in self._jobs.items()}
 
     async def withdraw(self, name: str) -> None:
@@ -165,13 +168,14 @@ class SlurmLauncher:
             comment=f"rollout farm on {launch.logs.parent}",
             environment=os.environ,
         )
-        text = script(worker_command(launch, ticket=str(self._ticket), name=name), self._config.setup)
+        command = worker_command(launch, ticket=str(self._ticket), name=name)
+        text = script(command, self._config.setup, path=os.environ.get("PATH", os.defpath))
         return await run_command("sbatch", option, *arguments, given=text, timeout_s=_COMMAND_S)
 
     async def _queue(self) -> list[Job]:
         """This user's jobs. Raises ``FarmError`` when Slurm does not tell."""
         answer = await run_command(
-            "squeue", "--noheader", f"--user={getpass.getuser()}", "--states=all", f"--Format={QUEUE_FORMAT}",
+            "squeue", "--noheader", f"--user={os.getuid()}", "--states=all", f"--Format={QUEUE_FORMAT}",
             timeout_s=_COMMAND_S,
         )  # fmt: skip
         if answer.code:

@@ -127,9 +127,13 @@ def parse_submitted(text: str) -> int | None:
     return int(last) if last.isdigit() else None
 
 
-def script(command: Sequence[str], setup: Sequence[str]) -> str:
-    """The job's script. ``exec``: then the worker is what Slurm signals, and its end is the job's."""
-    return "\n".join(["#!/bin/bash", "set -e", *setup, f"exec {shlex.join(command)}", ""])
+def script(command: Sequence[str], setup: Sequence[str], *, path: str) -> str:
+    """The job's script. ``exec``: then the worker is what Slurm signals, and its end is the job's.
+
+    ``setup`` runs in a login shell, for that is where sites define ``module`` and the like. Its profile may set PATH
+    anew, so ``path``, the farm's own, is put before that again."""
+    first = ["#!/bin/bash -l", f"export PATH={shlex.quote(path)}:$PATH"] if setup else ["#!/bin/bash"]
+    return "\n".join([*first, "set -e", *setup, f"exec {shlex.join(command)}", ""])
 
 
 def submission(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
@@ -81,14 +83,30 @@ def test_the_number_of_a_submitted_job(said: str, number: int | None) -> None:
     assert parse_submitted(said) == number
 
 
-def test_the_script_runs_its_setup_and_becomes_the_worker() -> None:
-    text = script(["echo", "it's me", "$HOME"], ["export A=1", "test $A = 1"])
-    done = subprocess.run(["bash"], input=text, capture_output=True, text=True, check=False)
+def run_script(folder: Path, command: list[str], *setup: str) -> subprocess.CompletedProcess[str]:
+    """As Slurm runs a job's script: by its first line, with little in the environment; ``folder`` is its home."""
+    path = folder / "script"
+    path.write_text(script(command, setup, path=os.environ["PATH"]))
+    path.chmod(0o755)
+    environment = {"HOME": str(folder), "PATH": os.environ["PATH"]}
+    return subprocess.run([path], capture_output=True, text=True, check=False, env=environment)
+
+
+def test_the_script_runs_its_setup_and_becomes_the_worker(tmp_path: Path) -> None:
+    assert run_script(tmp_path, ["echo", "it's me", "$HOME"]).stdout == "it's me $HOME\n"
+    done = run_script(tmp_path, ["echo", "it's me", "$HOME"], "export A=1", "test $A = 1")
     assert done.stdout == "it's me $HOME\n"
-    refused = subprocess.run(
-        ["bash"], input=script(["echo", "no"], ["false"]), capture_output=True, check=False, text=True
-    )
+    refused = run_script(tmp_path, ["echo", "no"], "false")
     assert (refused.returncode, refused.stdout) == (1, "")
+
+
+def test_the_setup_has_what_a_login_shell_has_and_the_farm_s_path(tmp_path: Path) -> None:
+    (tmp_path / ".bash_profile").write_text("module() { echo module $*; }\nPATH=/of/the/profile\nfalse\n")
+    done = run_script(tmp_path, ["printenv", "PATH"], "module load python")
+    loaded, path = done.stdout.splitlines()
+    assert loaded == "module load python"
+    assert path == f"{os.environ['PATH']}:/of/the/profile"
+    assert run_script(tmp_path, ["printenv", "PATH"]).stdout.strip() == os.environ["PATH"], "no profile without setup"
 
 
 def test_the_submission_says_what_is_configured_and_exports_only_what_the_interpreter_needs() -> None:

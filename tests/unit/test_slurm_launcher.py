@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -123,6 +124,38 @@ def test_one_that_was_taken_back_has_not_failed_and_one_that_was_not_heard_of_is
     calls = (slurm / "calls").read_text()
     assert "scancel --quiet 7 --state=PENDING" in calls
     assert "scancel --quiet 8\n" in calls
+
+
+def test_one_that_began_as_it_was_taken_back_counts_when_it_fails(tmp_path: Path, slurm: Path) -> None:
+    async def use(launcher: SlurmLauncher, clock: list[float]) -> None:
+        for name in ("worker-0", "worker-1"):
+            await launcher.start(name)
+            await launcher.withdraw(name)
+
+        async def seen(*lines: str) -> dict[str, Phase]:
+            (slurm / "queue").write_text("".join(f"{line}|\n" for line in lines))
+            clock[0] += 10.0
+            return {name: state.phase for name, state in (await launcher.look()).items()}
+
+        begun = {"worker-0": Phase.RUNNING, "worker-1": Phase.ENDED}
+        failed = "8|FAILED|farm-1-worker-1|N/A|NonZeroExitCode"
+        assert await seen("7|RUNNING|farm-1-worker-0|N/A|None", failed) == begun
+        assert (await seen("7|CANCELLED|farm-1-worker-0|N/A|None", failed))["worker-0"] is Phase.ENDED
+
+    using(tmp_path, use)
+
+
+def test_whose_jobs_are_asked_for_is_not_left_to_the_environment(
+    tmp_path: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.setenv(name, "somebody")
+
+    async def use(launcher: SlurmLauncher, _: list[float]) -> None:
+        await launcher.look()
+
+    using(tmp_path, use)
+    assert f" --user={os.getuid()} " in (slurm / "calls").read_text()
 
 
 def test_what_slurm_refuses(tmp_path: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
