@@ -67,6 +67,7 @@ class KubernetesLauncher:
         self._namespace = self._config.namespace
         self._pods: dict[str, _Pod] = {}
         self._withdrawn: set[str] = set()
+        self._forgotten: set[str] = set()  # uids of pods that are told to end and may still be listed
         self._looked_at_s: float | None = None
 
     async def prepare(self) -> None:
@@ -112,15 +113,21 @@ class KubernetesLauncher:
 
     async def look(self) -> Mapping[str, WorkerState]:
         if self._looked_at_s is None or self._clock() - self._looked_at_s >= _LOOK_S:
-            found = await self._listed()
+            listed = await self._listed()
             self._looked_at_s = self._clock()
+            self._forgotten &= {pod.uid for pod in listed.values()}
+            found = {name: pod for name, pod in listed.items() if pod.uid not in self._forgotten}
             gone = WorkerState(phase=Phase.ENDED, message="its pod was deleted")
             for name, known in self._pods.items():
                 self._pods[name] = found.pop(name, _Pod(uid=known.uid, version="", state=gone))
             self._pods |= found  # made, but the answer was not heard
-            for name in self._withdrawn & {name for name, pod in self._pods.items() if pod.state is gone}:
+            for name in list(self._withdrawn & self._pods.keys()):
+                state = self._pods[name].state
+                if state.phase is Phase.WAITING or state.leaving:
+                    continue
                 self._withdrawn.discard(name)
-                del self._pods[name]  # it did not fail: it was taken back
+                if state is gone:
+                    del self._pods[name]  # it did not fail: it was taken back; how one ends that had begun counts
         return {name: known.state for name, known in self._pods.items()}
 
     async def withdraw(self, name: str) -> None:
@@ -133,8 +140,12 @@ class KubernetesLauncher:
                 _log.warning("%s could not be withdrawn: %s", name, _line(answer.error))
 
     async def stop(self, name: str) -> None:
-        if (known := self._pods.pop(name, None)) is not None:
-            await self._remove(name, {"uid": known.uid})
+        if (known := self._pods.get(name)) is not None:
+            answer = await self._remove(name, {"uid": known.uid})
+            if answer.code and not (_refused(answer, "Conflict") or _refused(answer, "NotFound")):
+                raise FarmError(f"{name} could not be ended: {_line(answer.error)}", kind="no_pods")
+            del self._pods[name]
+            self._forgotten.add(known.uid)
 
     async def close(self) -> None:
         self._pods.clear()
