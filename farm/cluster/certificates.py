@@ -73,15 +73,14 @@ def make_credentials() -> Credentials:
 def write_credentials(folder: Path) -> None:
     """``ca.pem``, ``cert.pem`` and ``key.pem`` in ``folder``, readable by their owner only; for a scheduler and workers
     that the farm does not start itself. Raises ``UsageError`` when one is there already."""
+    paths = {name: folder / f"{name}.pem" for name in ("ca", "cert", "key")}
+    for path in paths.values():  # all before the first is written: an authority beside a foreign key locks members out
+        if os.path.lexists(path):
+            raise UsageError(f"{path}: is there already; name a new folder, so that no member is locked out")
     made = make_credentials()
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("ca", "cert", "key"):
-        path = folder / f"{name}.pem"
-        try:
-            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:
-            raise UsageError(f"{path}: is there already; name a new folder, so that no member is locked out") from None
-        with os.fdopen(handle, "w") as file:
+    for name, path in paths.items():
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(getattr(made, name))
 
 
