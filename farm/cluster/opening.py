@@ -38,6 +38,7 @@ _CONNECT_S = 15.0
 _ASK_S = 60.0
 _LOOK_S = 0.2
 _CLOSE_S = 20.0
+_REMOVE_S = 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -78,8 +79,21 @@ class OpenCluster:
             await _check_members(client, self._expected)  # some may have come since
         if engines and self._config.kind != "local":
             await ask_workers(client, "engines", check_engines, engines)
-        await client.register_plugin(EpisodesPlugin(runner, options, self._expected))
+        await self._set_up(EpisodesPlugin(runner, options, self._expected))
         return DaskCluster(client, self._crew)
+
+    async def _set_up(self, plugin: EpisodesPlugin) -> None:
+        """On those that are there, and on whoever joins later. One that dies meanwhile fails it for all: once more
+        without that one. Raises ``FarmError``."""
+        for last in (False, True):
+            try:
+                await asyncio.wait_for(self.client.register_plugin(plugin), timeout=_ASK_S)
+                return
+            except (OSError, TimeoutError) as error:
+                why = str(error) or f"no answer within {_ASK_S:g} s"
+                if last:
+                    raise FarmError(f"the workers could not be set up: {why}", kind="no_answer") from None
+                _log.warning("a worker could not be set up (%s); once more with those that are there", why)
 
     async def _gather_workers(self, workers: int, *, want: int | None) -> None:
         give_up_at = time.monotonic() + self._config.start_s
@@ -184,7 +198,7 @@ async def _open_joined(config: ClusterConfig, site: Site) -> OpenCluster:
     folder = site.run / "cluster"
     async with contextlib.AsyncExitStack() as ends:
         ends.push_async_callback(client.close)
-        _make_folder(folder, ends)
+        await _make_folder(folder, ends)
         expected = _expected(site, *_write_probe(folder))
         await _check_members(client, expected)
         crew = JoinedCrew(client, ends.pop_all())
@@ -204,10 +218,33 @@ async def _check_members(client: Client, expected: Expected) -> None:
     await ask_workers(client, "farm", examine, expected)
 
 
-def _make_folder(folder: Path, ends: contextlib.AsyncExitStack) -> None:
-    ends.callback(shutil.rmtree, folder, ignore_errors=True)
-    shutil.rmtree(folder, ignore_errors=True)  # of a farm that was killed
+async def _make_folder(folder: Path, ends: contextlib.AsyncExitStack) -> None:
+    """Anew, in place of what a farm that was killed left, and only until ``ends``."""
+    if not await _remove_folder(folder):
+        raise UsageError(
+            f"{folder}: a farm before left it, and it can't be removed; end what still uses it (workers of that farm "
+            "end by themselves within a minute), or remove it"
+        )
+    ends.push_async_callback(_clear_away, folder)
     folder.mkdir(mode=0o700, parents=True)
+
+
+async def _clear_away(folder: Path) -> None:
+    if not await _remove_folder(folder):
+        _log.warning("%s could not be removed; what is in it is worth nothing any more", folder)
+
+
+async def _remove_folder(folder: Path) -> bool:
+    """Whether it is gone. Tries for a few seconds: a worker that is just joining may write there, and NFS keeps the
+    files that somebody has open."""
+    give_up_at = time.monotonic() + _REMOVE_S
+    while True:
+        shutil.rmtree(folder, ignore_errors=True)
+        if not os.path.lexists(folder):
+            return True
+        if time.monotonic() > give_up_at:
+            return False
+        await asyncio.sleep(_LOOK_S)
 
 
 async def ask_workers(client: Client, what: str, function: Any, *arguments: Any) -> None:
@@ -242,7 +279,7 @@ async def _open_launched(config: ClusterConfig, site: Site) -> OpenCluster:
     security = security_of(credentials)
     folder = site.run / "cluster"
     async with contextlib.AsyncExitStack() as ends:  # the scheduler closes first, then the launcher
-        _make_folder(folder, ends)
+        await _make_folder(folder, ends)
         async with contextlib.AsyncExitStack() as serving:
             scheduler = await _start_scheduler(config, security)
             serving.push_async_callback(_close_scheduler, scheduler)
