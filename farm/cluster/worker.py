@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from farm.cluster.examine import examine
 from farm.cluster.launcher import REFUSED
@@ -38,9 +38,12 @@ if TYPE_CHECKING:
 _END_S = 45.0
 _TICKET_BYTES = 1 << 20
 _CONNECT_S = 10.0
+_PATIENCE_S = 15.0  # NFS may show a new file some seconds late, and a busy farm may let a connection wait
 _JOIN_S = 60.0
 _SWEEP_S = 60.0
 _LOOK_S = 0.2
+
+T = TypeVar("T")
 
 
 def main() -> int:
@@ -66,15 +69,20 @@ def main() -> int:
 
 
 def _read_ticket(place: str) -> Ticket:
-    if place != "-":
-        try:
-            return Ticket.from_json(Path(place).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise UsageError(
-                f"{socket.gethostname()}: can't read {place} ({error.strerror}); the run folder must be on storage "
-                "that all hosts mount under the same path, for the same user"
-            ) from None
-    return Ticket.from_json(sys.stdin.buffer.readline(_TICKET_BYTES).decode("utf-8", errors="replace"))
+    if place == "-":
+        return Ticket.from_json(sys.stdin.buffer.readline(_TICKET_BYTES).decode("utf-8", errors="replace"))
+
+    def read() -> str:
+        os.listdir(Path(place).parent)  # noqa: PTH208 - makes NFS look again
+        return Path(place).read_text(encoding="utf-8")
+
+    try:
+        return Ticket.from_json(_patiently(read))
+    except OSError as error:
+        raise UsageError(
+            f"{socket.gethostname()}: can't read {place} ({error.strerror}); the run folder must be on storage "
+            "that all hosts mount under the same path, for the same user"
+        ) from None
 
 
 def _check_scheduler(ticket: Ticket) -> None:
@@ -82,23 +90,40 @@ def _check_scheduler(ticket: Ticket) -> None:
     host, _, port = ticket.scheduler.removeprefix("tls://").rpartition(":")
     context = ssl.create_default_context(cadata=ticket.credentials.ca)
     context.check_hostname = False  # the authority is the farm's own and vouches for one certificate
+
+    def connect() -> None:
+        try:
+            with (
+                socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S) as plain,
+                context.wrap_socket(plain),
+            ):
+                return
+        except ssl.SSLError as error:
+            raise UsageError(
+                f"{socket.gethostname()}: {ticket.scheduler} has another certificate than this farm's "
+                f"({error.reason}); correct cluster.host"
+            ) from None
+
     try:
-        with (
-            socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S) as plain,
-            context.wrap_socket(plain),
-        ):
-            return
-    except ssl.SSLError as error:
-        raise UsageError(
-            f"{socket.gethostname()}: {ticket.scheduler} has another certificate than this farm's ({error.reason}); "
-            "correct cluster.host"
-        ) from None
+        _patiently(connect)
     except OSError as error:
         raise UsageError(
             f"{socket.gethostname()}: can't reach the farm's scheduler at {ticket.scheduler} ({error}); set "
             "cluster.host to an address of the farm's machine that this host reaches, cluster.port to one that the "
             "firewall lets pass"
         ) from None
+
+
+def _patiently(attempt: Callable[[], T]) -> T:
+    """What ``attempt`` returns, once it raises no ``OSError``. Raises the last one after ``_PATIENCE_S``."""
+    give_up_at = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            return attempt()
+        except OSError:
+            if time.monotonic() > give_up_at:
+                raise
+        time.sleep(_LOOK_S)
 
 
 async def _work(ticket: Ticket, name: str, *, tied: bool) -> None:
