@@ -86,13 +86,14 @@ def test_results_slots_blocking_and_defects(kind: str, folder: Path) -> None:
 def test_killed_worker_comes_back_as_events_and_is_replaced(kind: str, folder: Path) -> None:
     async def use(cluster: Cluster) -> None:
         for index in range(8):
-            cluster.submit(attempt(index, "sleep 3"))
+            cluster.submit(attempt(index, "wait go"))
         names = await started(folder, 8)
         victim = int(names[0].name.rsplit("-", 1)[1])
         here = [name for name in names if name.name.endswith(f"-{victim}")]
         os.kill(victim, signal.SIGKILL)
         lost = [await cluster.events.get() for _ in here]
         assert all(isinstance(event, Lost) and event.kind == "worker_lost" for event in lost)
+        (folder / "go").touch()
         # Dask itself repeats nothing; what the dispatcher re-issues has its own number and runs.
         cluster.submit(attempt(0, "sleep 0", number=2))
         rest = [await cluster.events.get() for _ in range(9 - len(here))]
@@ -125,12 +126,13 @@ def test_cancel_frees_the_slot_and_close_stops_what_runs(kind: str, folder: Path
 def test_scale_down_drains_and_up_again(kind: str, folder: Path) -> None:
     async def use(cluster: Cluster) -> None:
         for index in range(4):
-            cluster.submit(attempt(index, "sleep 1.0"))
+            cluster.submit(attempt(index, "wait first"))
         await started(folder, 4)
         size = await cluster.scale(1)
         assert (size.workers, size.draining, size.slots) == (1, 1, 2)
         for index in range(4, 6):
             cluster.submit(attempt(index, "sleep 0.1"))
+        (folder / "first").touch()
         events = [await cluster.events.get() for _ in range(6)]
         assert all(isinstance(event, Finished) for event in events), "scale-down killed a running episode"
         assert (await scaled(cluster, 1, slots=2)).draining == 0
@@ -142,13 +144,17 @@ def test_scale_down_drains_and_up_again(kind: str, folder: Path) -> None:
 
         # A drain is taken back when demand returns before it has ended.
         for index in range(6, 10):
-            cluster.submit(attempt(index, "sleep 0.8"))
+            cluster.submit(attempt(index, "wait second"))
         await started(folder, 10)
         assert (await cluster.scale(1)).draining == 1
         assert (await cluster.scale(2)).slots == 4
-        for index in range(10, 18):
-            cluster.submit(attempt(index, "sleep 0.1"))
-        events = [await cluster.events.get() for _ in range(12)]
+        (folder / "second").touch()
+        events = [await cluster.events.get() for _ in range(4)]
+        for index in range(10, 14):
+            cluster.submit(attempt(index, "wait third"))
+        await started(folder, 14)  # which takes the slots of both
+        (folder / "third").touch()
+        events += [await cluster.events.get() for _ in range(4)]
         assert all(isinstance(event, Finished) for event in events)
         assert len({event.result["pid"] for event in events if isinstance(event, Finished)}) == 2
 
