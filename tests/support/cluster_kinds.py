@@ -146,17 +146,20 @@ def ssh(folder: Path, *, workers: int, slots: int) -> Iterator[ClusterConfig]:
 @contextmanager
 def slurm(folder: Path, *, workers: int, slots: int) -> Iterator[ClusterConfig]:
     """Jobs of the Slurm that ``slurm_cluster.py`` has started; none is left when this ends."""
-    from slurm_cluster import queue_is_empty
+    from slurm_cluster import queue_is_empty, temporary
 
-    yield ClusterConfig.model_validate(
-        {
-            "kind": "slurm",
-            "host": "127.0.0.1",
-            "slots": slots,
-            "workers": f"{workers}:8",
-            "python": interpreter(folder),
-        }
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(temporary()))
+        yield ClusterConfig.model_validate(
+            {
+                "kind": "slurm",
+                "host": "127.0.0.1",
+                "slots": slots,
+                "workers": f"{workers}:8",
+                "python": interpreter(folder),
+                "environment": ["TMPDIR"],
+            }
+        )
     assert queue_is_empty(), "jobs were left in the queue"
 
 

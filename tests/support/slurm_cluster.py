@@ -4,7 +4,8 @@
 
 runs COMMAND with SLURM_CONF set to such a cluster, ends it, and fails when a job is left in the queue or a process
 runs on. Needs root and ``slurmctld``, ``slurmd`` and ``munged`` that are installed. FOLDER must be short (a socket's
-path has 107 characters).
+path has 107 characters). Jobs that get :func:`temporary` as their TMPDIR have a state directory of their own, by which
+their sandboxes are known.
 
 Partitions: ``low`` (the default) is preempted by ``high`` with REQUEUE after ``GRACE_S``; ``closed`` lets only an
 account in that nobody has, so that what is sent there waits for ever; ``down`` takes jobs and starts none.
@@ -27,6 +28,7 @@ CPUS = 16  # pretended: what runs in the jobs mostly waits
 
 _START_S = 120.0
 _STOP_S = 10.0
+_TEMPORARY = "tmp"
 
 _CONF = """\
 ClusterName=farmtest
@@ -81,7 +83,7 @@ class Slurm:
 
     def start(self) -> None:
         """Returns when a job runs."""
-        for name in ("state", "spool"):
+        for name in ("state", "spool", _TEMPORARY):
             (self._folder / name).mkdir(parents=True, exist_ok=True)
         self._folder.chmod(0o755)
         text = _CONF.format(
@@ -115,8 +117,8 @@ class Slurm:
     def queue(self) -> list[str]:
         return self.run("squeue", "--noheader", "--format=%i %j %T %r").stdout.splitlines()
 
-    def stop(self) -> None:
-        """Ends the jobs and the daemons, in this order."""
+    def stop(self) -> list[str]:
+        """Ends the jobs and the daemons, in this order. Returns what did not end of that by itself, and was killed."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             if ids := [line.split()[0] for line in self.queue()]:
                 self.run("scancel", "--signal=KILL", "--full", *ids)
@@ -131,14 +133,20 @@ class Slurm:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        for pid in self.processes():
+        deadline = time.monotonic() + _STOP_S
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        return [f"process {pid} ({said})" for pid, said in left.items()]
 
-    def processes(self) -> list[int]:
-        """All daemons of this cluster and what its jobs run: they carry its folder."""
+    def processes(self) -> dict[int, str]:
+        """All daemons of this cluster and what its jobs run, with their commands: they carry its folder. Launchers of
+        sandboxes have no environment, but their state directory is an argument."""
         mark = str(self._folder).encode()
-        found = []
+        state = mark + b"/" + _TEMPORARY.encode() + b"/"
+        found = {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit() and int(entry.name) not in (os.getpid(), os.getppid()):
                 try:
@@ -146,9 +154,11 @@ class Slurm:
                     jobs = b"SLURM_JOB_ID=" in (environment := (entry / "environ").read_bytes())
                 except OSError:
                     continue
-                daemon = said.split(b"\0")[0].rpartition(b"/")[2].startswith((b"slurm", b"munged"))
-                if (daemon and mark in said + environment) or (jobs and mark in environment):
-                    found.append(int(entry.name))
+                arguments = said.split(b"\0")
+                daemon = arguments[0].rpartition(b"/")[2].startswith((b"slurm", b"munged"))
+                sandbox = any(argument.startswith(state) for argument in arguments)
+                if (daemon and mark in said + environment) or (jobs and mark in environment) or sandbox:
+                    found[int(entry.name)] = b" ".join(arguments).decode(errors="replace")[:200]
         return found
 
     def _start(self, *command: str) -> None:
@@ -171,6 +181,11 @@ class Slurm:
                 self.stop()
                 raise RuntimeError(f"{what} does not start:\n{said}")
             time.sleep(0.1)
+
+
+def temporary() -> Path:
+    """The TMPDIR for jobs of the cluster that SLURM_CONF names."""
+    return Path(os.environ["SLURM_CONF"]).parent / _TEMPORARY
 
 
 def queue() -> list[str]:
@@ -207,9 +222,7 @@ def main() -> int:
         code = subprocess.call(command, env={**os.environ, "SLURM_CONF": str(slurm.conf)})
         left = slurm.queue()
     finally:
-        slurm.stop()
-    time.sleep(0.2)
-    left += [f"process {pid}" for pid in slurm.processes()]
+        left += slurm.stop()
     shutil.rmtree(folder, ignore_errors=True)
     if left:
         print(f"left behind: {', '.join(left)}")
