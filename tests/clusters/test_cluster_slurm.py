@@ -148,8 +148,8 @@ def test_up_to_the_maximum_and_down_again_without_a_loss(tmp_path: Path, farms: 
 
 
 def test_preempted_jobs_hand_back_their_episodes_and_join_again(tmp_path: Path, farms: list[Farm]) -> None:
-    """Both workers are preempted; each episode that is running then takes longer than the grace time."""
-    delay_s = slurm_cluster.GRACE_S * 0.75
+    """Both workers are preempted; each episode that is running then takes longer than Slurm does to end its job."""
+    delay_s = slurm_cluster.GONE_S * 0.6  # an episode starts two sandboxes
     farm = Farm(
         tmp_path / "run",
         tasks=4,

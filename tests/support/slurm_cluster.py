@@ -23,7 +23,8 @@ import sys
 import time
 from pathlib import Path
 
-GRACE_S = 20
+GRACE_S = 5
+GONE_S = GRACE_S + 30  # the controller looks every 30 s for jobs whose time is over
 CPUS = 16  # pretended: what runs in the jobs mostly waits
 
 _START_S = 120.0
