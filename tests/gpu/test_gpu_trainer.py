@@ -2,7 +2,7 @@
 
     pip install -e .[dev] -c constraints.txt            # with a CUDA or ROCm build of torch in place of the CPU's
     pip install transformer-engine[pytorch]             # for the tests of its layers
-    pytest -p no:xdist -m gpu tests/gpu
+    pytest -p no:xdist -m gpu tests/gpu/test_gpu_trainer.py
 
 The local layers against transformers, in float32 and bfloat16; Transformer Engine's layers against the local ones;
 conversion and checkpoints under both; the memory of a step against ``trainer check``. One GPU is enough. On a machine
