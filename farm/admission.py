@@ -100,6 +100,10 @@ class Admission:
         """Tokens that may be reserved on an engine: its budget times the overcommit factor."""
         return self._limits.get(url, 0)
 
+    def largest_tokens(self, url: str) -> int:
+        """Tokens of the largest episode that an engine holds, were it empty (0 for an unknown one)."""
+        return self._largest.get(url, 0)
+
     def holder(self, key: str) -> str | None:
         """The engine an episode holds a reservation on."""
         held = self._held.get(key)
@@ -134,10 +138,7 @@ class Admission:
 
         Raises UsageError when the episode is bigger than every engine that is known, which waiting would not change,
         and ValueError when its key is already queued or holds a reservation."""
-        if ask.key in self._queue or ask.key in self._held:
-            raise ValueError(f"episode {ask.key} already asked for an engine")
-        if ask.tokens < 1:
-            raise UsageError(f"episode {ask.key}: a context cap of {ask.tokens} tokens is below 1")
+        self._check(ask)
         if self._engines and ask.tokens > max(self._largest.values()):
             url = max(self._engines, key=self._largest.__getitem__)
             raise UsageError(
@@ -150,9 +151,11 @@ class Admission:
 
     def place(self, ask: Ask) -> Grant | None:
         """Like :meth:`ask`, for callers that keep a queue of their own: None when the episode can't run now, and then
-        it is not queued either (keeping order is the caller's part)."""
-        grants = self.ask(ask)
-        for grant in grants:
+        it is not queued either (keeping order is the caller's part). An episode bigger than every engine that is known
+        can't run now: engines come and go, and the one that holds it may be on its way back."""
+        self._check(ask)
+        self._queue[ask.key] = ask
+        for grant in self._admit():
             if grant.key == ask.key:
                 return grant
         del self._queue[ask.key]
@@ -174,6 +177,12 @@ class Admission:
         return self._admit()
 
     # ------------------------------------------------------------------------------------- inside
+
+    def _check(self, ask: Ask) -> None:
+        if ask.key in self._queue or ask.key in self._held:
+            raise ValueError(f"episode {ask.key} already asked for an engine")
+        if ask.tokens < 1:
+            raise UsageError(f"episode {ask.key}: a context cap of {ask.tokens} tokens is below 1")
 
     def _admit(self) -> list[Grant]:
         grants = []

@@ -130,13 +130,17 @@ class Fleet:
         self._pool.release(_name(key))
 
     def capacity(self, tokens: int) -> int:
-        return self._pool.capacity(tokens)
+        capacity = self._pool.capacity(tokens)
+        if not capacity and not self._may_hold(tokens):
+            raise EngineError(self._nobody_holds(tokens), kind="no_engine")
+        return capacity
 
     def want(self, version: PolicyVersion) -> None:
         self._pool.want(version)
 
     def view(self) -> EngineView | None:
-        states = [(state, state.load) for state in self._pool.states() if state.load is not None]
+        # The same engines as in capacity(): what a dead one said last would steer the farm for ever.
+        states = [(state, state.load) for state in self._pool.states() if state.in_use and state.load is not None]
         if not states:
             return None
         loads = [load for _, load in states]
@@ -197,6 +201,26 @@ class Fleet:
     async def supervise(self) -> None:
         keepers = [self._keep_alive(slot) for slot in self._slots.values()]
         await until_first_ends(self._pool.supervise(), self._follow_orders(), *keepers)
+
+    def _may_hold(self, tokens: int) -> bool:
+        """Whether waiting may help. Where all engines were removed, somebody may add one."""
+        nobody = not self._slots and not self._others
+        largest = [self._pool.largest_tokens(state.url) for state in self._pool.states()]
+        return nobody or self._on_the_way() or any(size is None or size >= tokens for size in largest)
+
+    def _on_the_way(self) -> bool:
+        """Whether a process of ours is not in the pool and not given up: it is being started, or on its way out."""
+        pooled = {state.url for state in self._pool.states()}
+        return any(slot.url not in pooled and not slot.error for slot in self._slots.values())
+
+    def _nobody_holds(self, tokens: int) -> str:
+        sizes = [f"{state.url} holds {self._pool.largest_tokens(state.url)}" for state in self._pool.states()]
+        given_up = [slot.error for slot in self._slots.values() if slot.error]
+        return (
+            f"no engine is left that could hold an episode of {tokens} tokens (limits.max_context_tokens): "
+            f"{'; '.join(sizes + given_up)[:1000]}. Lower limits.max_context_tokens, or start the farm again with "
+            "engines of a larger context_length and max_total_tokens"
+        )
 
     def _on_event(self, event: PoolEvent) -> None:
         if event.kind == "live":

@@ -87,6 +87,11 @@ class EngineState:
     seen_at_s: float | None = None
     error: str = ""
 
+    @property
+    def in_use(self) -> bool:
+        """Whether it serves, or will once its policy is changed, and may get new episodes."""
+        return self.health in (Health.UP, Health.UPDATING) and not self.draining
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolEvent:
@@ -224,7 +229,7 @@ class EnginePool:
     # ------------------------------------------------------------------------------------- episodes
 
     def place(self, ask: Ask) -> Grant | None:
-        """Reserve an engine now, or None. Raises UsageError for an episode that no engine could ever hold."""
+        """Reserve an engine now, or None."""
         return self._admission.place(ask)
 
     async def acquire(self, ask: Ask, *, timeout_s: float) -> Grant:
@@ -267,12 +272,11 @@ class EnginePool:
     def capacity(self, tokens: int) -> int:
         """How many episodes of ``tokens`` the engines that are up (or being updated) hold at once, running ones
         included. Engines that are drained don't count."""
-        alive = (
-            url
-            for url, state in self._states.items()
-            if state.health in (Health.UP, Health.UPDATING) and not state.draining
-        )
-        return sum(self._admission.capacity(url, tokens) for url in alive)
+        return sum(self._admission.capacity(url, tokens) for url, state in self._states.items() if state.in_use)
+
+    def largest_tokens(self, url: str) -> int | None:
+        """Tokens of the largest episode that an engine holds, up or not; None while it was never seen serving."""
+        return self._admission.largest_tokens(url) if url in self._admission.engines else None
 
     def reserved_tokens(self, url: str) -> int:
         """KV tokens reserved on an engine."""

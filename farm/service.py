@@ -85,7 +85,8 @@ class Engines(Protocol):
         ...
 
     def capacity(self, tokens: int) -> int:
-        """How many attempts of ``tokens`` the serving engines admit at once, those running included."""
+        """How many attempts of ``tokens`` the serving engines admit at once, those running included. Raises EngineError
+        when none does and none will."""
         ...
 
     def view(self) -> EngineView | None:

@@ -296,6 +296,43 @@ def test_an_engine_that_does_not_come_up_again_is_given_up_and_the_others_go_on(
     asyncio.run(scenario())
 
 
+def test_an_episode_that_only_a_dead_engine_holds_waits_for_it_and_no_longer(
+    versions: list[PolicyVersion], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed twice: the first time it comes up again, the second time it never does."""
+    monkeypatch.setattr("farm.fleet._RESTART_DELAY_S", 0.0)
+    starts = tmp_path / "starts"
+    script = f'echo >> {starts}; [ "$(wc -l < {starts})" -gt 2 ] && exit 1; exec "$@"'
+    pools = {
+        "small": {"count": 1},
+        "large": {
+            "kind": "launch", "gpus_per_engine": 0, "context_length": 2048,
+            "command": ["bash", "-c", script, "bash", *COMMAND],
+        },
+    }  # fmt: skip
+
+    async def scenario() -> None:
+        async with running(engines(pools=pools), versions[0], tmp_path) as farm:
+            await farm.up("small-0", "large-0")
+            first = farm.engine("large-0")
+            os.kill(first["process"]["pid"], signal.SIGKILL)
+            await farm.until(lambda: farm.engine("large-0").get("url") != first["url"])
+            assert farm.place(0, tokens=1500) is None, "not now"
+            assert farm.fleet.capacity(1500) == 0
+            await farm.up("large-0")
+            assert farm.place(1, tokens=1500) == farm.engine("large-0")["url"]
+            os.kill(farm.engine("large-0")["process"]["pid"], signal.SIGKILL)
+            await farm.until(lambda: farm.engine("large-0").get("state") == "failed")
+            assert farm.place(2, tokens=1500) is None
+            assert farm.place(3) == farm.engine("small-0")["url"]
+            with pytest.raises(
+                EngineError, match=r"no engine is left .* 1500 tokens .*holds 512; large-0 did not come"
+            ):
+                farm.fleet.capacity(1500)
+
+    asyncio.run(scenario())
+
+
 def test_what_can_not_be_launched_says_why_and_leaves_nothing(versions: list[PolicyVersion], tmp_path: Path) -> None:
     async def start(**given: Any) -> None:
         fleet = await start_fleet(engines(kind="launch", **given), version=versions[0], logs=tmp_path)

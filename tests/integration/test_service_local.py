@@ -18,7 +18,7 @@ from farm.cluster import ClusterEvent, Finished, Lost, Size
 from farm.config import FarmConfig, parse_config
 from farm.dispatch import EndlessPlan, FinitePlan, Plan, PlanSpec
 from farm.elastic import EngineView
-from farm.errors import FarmError
+from farm.errors import EngineError, FarmError
 from farm.failure_memory import read_failures
 from farm.policy_log import PolicyLog
 from farm.run_folder import RunFolder
@@ -228,6 +228,13 @@ class FakeEngines:
         return []
 
 
+class HopelessEngines(FakeEngines):
+    """None of them will ever hold an episode."""
+
+    def capacity(self, tokens: int) -> int:
+        raise EngineError(f"no engine is left that could hold an episode of {tokens} tokens", kind="no_engine")
+
+
 async def until(condition: Callable[[], bool]) -> None:
     while not condition():  # noqa: ASYNC110 - the driver has no event for what a test waits for
         await asyncio.sleep(0.01)
@@ -235,6 +242,13 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def solve(attempt: Attempt) -> Trajectory:
     return graded(attempt)
+
+
+def test_a_farm_ends_with_the_reason_when_no_engine_will_ever_hold_its_episodes(tmp_path: Path) -> None:
+    setting = Setting(tmp_path)
+    with pytest.raises(EngineError, match="no engine is left"):
+        asyncio.run(setting.farm(setting.finite(1), solve, engines=HopelessEngines(room=0)))
+    assert json.loads((tmp_path / "farm.json").read_text())["state"] == "failed"
 
 
 def test_a_finite_plan_lands_every_episode_once_and_seals_it(tmp_path: Path) -> None:

@@ -98,6 +98,21 @@ def test_place_does_not_queue() -> None:
     assert admission.place(ask("b", 80)) is not None
 
 
+def test_an_episode_for_which_all_engines_are_too_small_can_not_be_placed_now() -> None:
+    admission = Admission()
+    admission.set_engine("large", capacity(1000, context=1000))
+    admission.set_engine("small", capacity(100))
+    assert admission.largest_tokens("large") == 1000
+    admission.remove_engine("large")
+    assert admission.largest_tokens("large") == 0
+    assert admission.place(ask("long", 500)) is None, "its engine may be on its way back"
+    assert admission.waiting == 0
+    admission.set_engine("large", capacity(1000, context=1000))
+    grant = admission.place(ask("long", 500))
+    assert grant is not None
+    assert grant.url == "large"
+
+
 def test_a_key_asks_once() -> None:
     admission = Admission()
     admission.set_engine("u", capacity())
