@@ -313,13 +313,16 @@ def engines_replace(run_path: Path, name: str, wait_s: float) -> None:
 def engines_add(run_path: Path, url: str, pool: str, wait_s: float) -> None:
     """Take in the SGLang server at URL. It is loaded with the newest policy and verified before it gets an episode."""
     from farm.config import parse_config
-    from farm.preflight import check_engine
+    from farm.policy_log import PolicyLog
+    from farm.preflight import SHIPPED_POLICY, check_engine
 
     run, _ = _status(run_path)
     url = url.rstrip("/")
     config = parse_config(run.config(), where=str(run.path))
     settings = config.engine.named_pools.get(pool, config.engine)
-    check_engine(url, where="farm engines add", config=config, pool=settings)
+    newest = PolicyLog(run.policies).latest()
+    policy = Path(newest.path if newest else config.policy.base or SHIPPED_POLICY)
+    check_engine(url, where="farm engines add", config=config, pool=settings, policy=policy)
     _order(run, lambda orders: orders.add(url, pool))
     _await(run, url, lambda engine: engine is not None and engine["state"] == "up", wait_s)
 

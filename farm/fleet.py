@@ -34,7 +34,7 @@ from farm.engine.launch import (
 from farm.engine_orders import Member, Orders, Step, next_steps
 from farm.errors import EngineError, FarmError, UsageError
 from farm.farm_state import ProcessId
-from farm.pool import EnginePool, PoolEvent
+from farm.pool import EnginePool, Health, PoolEvent
 from farm.protocols import EngineLoad
 from farm.service import Placement, until_first_ends
 from farm.types import PolicyVersion
@@ -200,7 +200,28 @@ class Fleet:
 
     async def supervise(self) -> None:
         keepers = [self._keep_alive(slot) for slot in self._slots.values()]
-        await until_first_ends(self._pool.supervise(), self._follow_orders(), *keepers)
+        await until_first_ends(self._pool.supervise(), self._follow_orders(), self._see_one_serve(), *keepers)
+
+    async def _see_one_serve(self) -> None:
+        """Engines that have never served by the time in which one may come up, and are not being loaded, never will:
+        a server of another model refuses every load. Raises EngineError with what they said."""
+        patience_s = max(pool.start_s for pool in self._config.named_pools.values())
+        give_up_at_s = _clock() + patience_s
+        while True:
+            states = self._pool.states()
+            if any(state.seen_at_s is not None for state in states):
+                break
+            hopeless = states and not self._on_the_way() and all(state.health is Health.DOWN for state in states)
+            if hopeless and _clock() >= give_up_at_s:
+                assert self._pool.wanted is not None
+                said = "; ".join(f"{state.url}: {state.error}" for state in states)
+                raise EngineError(
+                    f"no engine has served policy {self._pool.wanted.name} within {patience_s:g} s "
+                    f"(engine.start_timeout_s): {said[:1000]}",
+                    kind="start",
+                )
+            await asyncio.sleep(_WATCH_S)
+        await asyncio.Event().wait()
 
     def _may_hold(self, tokens: int) -> bool:
         """Whether waiting may help. Where all engines were removed, somebody may add one."""

@@ -67,7 +67,7 @@ def prepare(config: FarmConfig) -> Prepared:
             raise UsageError(
                 f"renderer.name {config.renderer.name!r} takes no messages, agent 'external' sends them: use chat"
             )
-        _check_engines(config)
+        _check_engines(config, base_policy)
     check_cluster(config)
     tasks = load_tasks(config.rollout.tasks, limit=config.rollout.limit)
     make_grader(config.grader.name)
@@ -183,13 +183,13 @@ def _check_safetensors(path: Path, advice: str) -> None:
         raise UsageError(f"policy {path}: not a whole safetensors file ({error}); {advice}") from None
 
 
-def _check_engines(config: FarmConfig) -> None:
+def _check_engines(config: FarmConfig, policy: Path) -> None:
     pools = config.engine.named_pools.values()
     for pool in pools:
         if not pool.urls:
             _check_engine_host(pool.host)
         for url in pool.urls:
-            check_engine(url, where="engine.urls", config=config, pool=pool)
+            check_engine(url, where="engine.urls", config=config, pool=pool, policy=policy)
         if pool.kind == "launch" and shutil.which(pool.command[0]) is None:
             raise UsageError(
                 f"engine.command: {pool.command[0]!r} is not a program here; install SGLang (pip install sglang) and "
@@ -198,11 +198,13 @@ def _check_engines(config: FarmConfig) -> None:
     share_out_gpus(visible_gpus(), [p.gpus_per_engine for p in pools if p.kind == "launch" for _ in range(p.count)])
 
 
-def check_engine(url: str, *, where: str, config: FarmConfig, pool: EnginePoolConfig) -> None:
-    """What answers at ``url`` is an SGLang server that is fit for ``pool``. ``where`` the address was given."""
+def check_engine(url: str, *, where: str, config: FarmConfig, pool: EnginePoolConfig, policy: Path) -> None:
+    """What answers at ``url`` is an SGLang server that is fit for ``pool`` and for the model in the folder ``policy``.
+    ``where`` the address was given."""
     check_server(
         url,
         where=where,
+        policy=policy,
         prompt_tokens=min(config.limits.max_context_tokens, pool.context_length) - 1,
         sampling=config.rollout.sampling,
     )

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -329,6 +330,30 @@ def test_an_episode_that_only_a_dead_engine_holds_waits_for_it_and_no_longer(
                 EngineError, match=r"no engine is left .* 1500 tokens .*holds 512; large-0 did not come"
             ):
                 farm.fleet.capacity(1500)
+
+    asyncio.run(scenario())
+
+
+def test_engines_that_refuse_every_load_end_the_farm_with_what_they_said(
+    versions: list[PolicyVersion], tmp_path: Path
+) -> None:
+    """A server of another model, which nothing told before the start."""
+    write_random_model(tmp_path / "wider", replace(SHAPE, hidden=64))
+
+    async def scenario() -> None:
+        theirs = await launch_engine(
+            EngineOptions(model=str(tmp_path / "wider"), context_length=512), run_folder=tmp_path, name="theirs"
+        )
+        config = engines(kind="sglang", urls=[theirs.url], start_timeout_s=0.5)
+        fleet = await start_fleet(config, version=versions[0], logs=tmp_path)
+        try:
+            with pytest.raises(EngineError, match=r"no engine has served policy step-000000 .*hidden is 32") as caught:
+                async with asyncio.timeout(60):
+                    await fleet.supervise()
+            assert caught.value.kind == "start"
+        finally:
+            await fleet.close()
+            await theirs.stop()
 
     asyncio.run(scenario())
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import real_sglang
@@ -25,12 +28,26 @@ def unfit(sglang_server: tuple[str, tuple[str, str]], tmp_path_factory: pytest.T
 def test_a_server_as_the_farm_starts_it_is_fit(sglang_server: tuple[str, tuple[str, str]]) -> None:
     url = sglang_server[0]
     assert not tempers(url)
-    check_server(url, where="x", prompt_tokens=real_sglang.CONTEXT - 6, sampling=COLD)
+    policy = Path(sglang_server[1][1])
+    check_server(url, where="x", policy=policy, prompt_tokens=real_sglang.CONTEXT - 6, sampling=COLD)
     with pytest.raises(UsageError, match=f"--context-length {real_sglang.CONTEXT + 1}"):
-        check_server(url, where="x", prompt_tokens=real_sglang.CONTEXT - 5, sampling=COLD)
+        check_server(url, where="x", policy=policy, prompt_tokens=real_sglang.CONTEXT - 5, sampling=COLD)
 
 
-def test_a_server_that_lacks_what_a_farm_needs_is_refused(unfit: str) -> None:
+def test_a_server_of_another_model_is_refused(sglang_server: tuple[str, tuple[str, str]], tmp_path: Path) -> None:
+    url = sglang_server[0]
+    wider = Path(real_sglang.write_model(tmp_path / "wider", seed=0, shape=replace(real_sglang.SHAPE, intermediate=64)))
+    with pytest.raises(UsageError, match="its intermediate_size is 128, the policy's 64"):
+        check_server(url, where="x", policy=wider, prompt_tokens=100, sampling=COLD)
+    config = json.loads((wider / "config.json").read_text()) | {"architectures": ["Qwen3MoeForCausalLM"]}
+    (wider / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UsageError, match="its architectures is Qwen3ForCausalLM, the policy's Qwen3MoeForCausalLM"):
+        check_server(url, where="x", policy=wider, prompt_tokens=100, sampling=COLD)
+
+
+def test_a_server_that_lacks_what_a_farm_needs_is_refused(
+    unfit: str, sglang_server: tuple[str, tuple[str, str]]
+) -> None:
     assert tempers(unfit)
     with pytest.raises(UsageError, match="start it with --enable-metrics"):
-        check_server(unfit, where="x", prompt_tokens=100, sampling=COLD)
+        check_server(unfit, where="x", policy=Path(sglang_server[1][0]), prompt_tokens=100, sampling=COLD)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,16 +29,26 @@ def logprobs(logits: tuple[float, ...], temperature: float) -> list[float]:
 
 
 class Server:
-    def __init__(self, *, logits: tuple[float, ...] = LOGITS, own: bool = True, metrics: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        logits: tuple[float, ...] = LOGITS,
+        own: bool = True,
+        metrics: bool = True,
+        model: Mapping[str, Any] | None = None,
+    ) -> None:
         self.url = ""
         self.asked = 0
         self._logits = logits
         self._own = own
         self._metrics = metrics
+        self._model = model or {}
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         if path == "/metrics":
             return (200, {}) if self._metrics else (404, {})
+        if path == "/model_info":
+            return 200, self._model
         if path != "/generate":
             return 200, {"max_req_input_len": 506, "context_length": 512}
         self.asked += 1
@@ -76,9 +87,16 @@ def serving(server: Server) -> Iterator[str]:
             thread.join()
 
 
-def check(server: Server, *, prompt_tokens: int = 500, **sampling: Any) -> None:
+def check(server: Server, *, policy: Path = Path("nowhere"), prompt_tokens: int = 500, **sampling: Any) -> None:
+    params = SamplingParams(**sampling)
     with serving(server) as url:
-        check_server(url + "/", where="engine.urls", prompt_tokens=prompt_tokens, sampling=SamplingParams(**sampling))
+        check_server(url + "/", where="engine.urls", policy=policy, prompt_tokens=prompt_tokens, sampling=params)
+
+
+def model_folder(path: Path, **config: Any) -> Path:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], "vocab_size": 571, **config}))
+    return path
 
 
 def test_a_fit_server_passes() -> None:
@@ -115,6 +133,26 @@ def test_rounding_is_not_tempering() -> None:
     assert tempered(-1.0, -0.01)
 
 
+def test_a_server_of_another_model_is_refused(tmp_path: Path) -> None:
+    policy = model_folder(tmp_path / "policy", hidden_size=128, rope_theta=1.0)
+    large = {"model_path": "Qwen/Qwen3-30B-A3B", "architectures": ["Qwen3MoeForCausalLM"]}
+    told = r"another model .*policy .*its architectures is Qwen3MoeForCausalLM, the policy's Qwen3ForCausalLM.*--policy"
+    with pytest.raises(UsageError, match=told):
+        check(Server(model=large), policy=policy)
+    wider = model_folder(tmp_path / "wider", hidden_size=256)
+    with pytest.raises(UsageError, match="its hidden_size is 256, the policy's 128"):
+        check(Server(model={"model_path": str(wider), "architectures": ["Qwen3ForCausalLM"]}), policy=policy)
+    with pytest.raises(UsageError, match="its model_type is llama, the policy's qwen3"):
+        check(Server(model={"model_type": "llama"}), policy=model_folder(tmp_path / "typed", model_type="qwen3"))
+
+
+def test_a_server_of_the_policys_model_or_of_one_that_can_not_be_read_here_passes(tmp_path: Path) -> None:
+    policy = model_folder(tmp_path / "policy", hidden_size=128, rope_theta=1.0)
+    trained = model_folder(tmp_path / "trained", hidden_size=128, rope_theta=2.0, transformers_version="5")
+    for path in (str(trained), "/models/elsewhere", "Qwen/Qwen3-8B"):
+        check(Server(model={"model_path": path, "architectures": ["Qwen3ForCausalLM"]}), policy=policy)
+
+
 def test_a_server_without_counters_is_refused() -> None:
     with pytest.raises(UsageError, match=r"has no /metrics .*--enable-metrics"):
         check(Server(metrics=False))
@@ -128,4 +166,4 @@ def test_a_server_with_too_short_a_context_is_refused() -> None:
 @pytest.mark.parametrize(("url", "message"), [("x:1", "must start with http"), ("http://127.0.0.1:9", "no SGLang")])
 def test_what_is_no_server_is_refused(url: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        check_server(url, where="engine.urls", prompt_tokens=1, sampling=SamplingParams())
+        check_server(url, where="engine.urls", policy=Path("nowhere"), prompt_tokens=1, sampling=SamplingParams())
