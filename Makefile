@@ -1,6 +1,6 @@
 # reproduce: trains a policy by asynchronous RL and regenerates every reported figure.   test: all tests.
 # test-sglang: the engine's tests on a real SGLang, which it installs (CPU).   bench-sglang: embedded against real.
-# check: style, types, import contracts.   bench: speed of the parts.   datasets, base-policy: make the shipped micro suite and weights anew.
+# check: style, types, import contracts.   bench: speed of the parts, with bench-sglang where it is installed.   datasets, base-policy: make the shipped micro suite and weights anew.
 SHELL := bash
 BIN := .venv/bin
 PROFILE ?= full

@@ -6,6 +6,7 @@ Absolute figures belong to one machine at one time; compare ratios within one ru
 from __future__ import annotations
 
 import json
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -15,7 +16,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from harness.lab import command_output
+from harness.lab import StageError, command_output
 from harness.profiles import BASE_POLICY
 
 Figure = dict[str, float | int | str]
@@ -24,16 +25,23 @@ Figures = dict[str, Figure]
 SANDBOXES = 50
 EPISODES = 400
 DAY_S = 86_400.0
-_TAKES_S = {"twin": 60}  # all others: about 10
+_TAKES_S = {"twin": 60, "real SGLang": 150}  # all others: about 10
+_LIMIT_S = 1800.0
+_ROOT = Path(__file__).parents[1]
 
 
 def bench(out: Path) -> None:
     """Measure every part in turn, print the table, write ``out``."""
     console = Console()
     figures: Figures = {}
-    for number, (name, part) in enumerate(PARTS.items(), start=1):
-        left_s = sum(_TAKES_S.get(part_name, 10) for part_name in list(PARTS)[number - 1 :])
-        console.print(f"[{number}/{len(PARTS)}] {name}, about {left_s} s left", style="dim")
+    parts = PARTS
+    if sglang_is_here():
+        parts = {**PARTS, "real SGLang": against_sglang}
+    else:
+        console.print("not compared with a real SGLang, which is not installed: `ci/sglang.sh install`, then again")
+    for number, (name, part) in enumerate(parts.items(), start=1):
+        left_s = sum(_TAKES_S.get(part_name, 10) for part_name in list(parts)[number - 1 :])
+        console.print(f"[{number}/{len(parts)}] {name}, about {left_s} s left", style="dim")
         figures |= part()
     table = Table("figure", "median", "p95", "n", "unit", box=None)
     for name, figure in figures.items():
@@ -119,6 +127,31 @@ def _twin() -> Figures:
     started_s = time.process_time()
     simulate(scenario)
     return {"twin.simulated_day_s": _figure([time.process_time() - started_s], "CPU s")}
+
+
+def sglang_is_here() -> bool:
+    """Whether ``ci/sglang.sh`` has installed a real SGLang."""
+    return (_ROOT / "build/sglang-venv/ready").exists()
+
+
+def against_sglang() -> Figures:
+    """The embedded engine and a real SGLang on the same weights, threads and requests (``make bench-sglang``)."""
+    command = ["bash", "ci/sglang.sh", "bench"]
+    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
+    if done.returncode != 0:
+        raise StageError(f"`{' '.join(command)}` ended with {done.returncode}:\n{done.stderr[-2000:]}")
+    found = json.loads((_ROOT / "build/bench-sglang.json").read_text())
+    figures: Figures = {}
+    for engine in ("embedded", "sglang"):
+        for load, rate in found[engine].items():
+            figures[f"against_sglang.{engine}.output_tokens_per_s.{load}"] = {
+                "median": rate["median"], "p95": rate["p95"], "n": int(rate["n"]), "unit": "tokens/s",
+            }  # fmt: skip
+        for how, seconds in found["weights"][engine].items():
+            figures[f"against_sglang.{engine}.{how}"] = _figure([seconds], "s")
+    for load, ratio in found["ratio"].items():
+        figures[f"against_sglang.embedded_to_sglang.{load}"] = _figure([ratio], "x")
+    return figures
 
 
 PARTS: dict[str, Callable[[], Figures]] = {
