@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ from farm.types import PUSH_GIVEN_UP, PUSH_UNDER_WAY, PolicyVersion, SamplingPar
 from trainer.buckets import TensorInfo, plan_buckets
 from trainer.megatron.buckets import Outgoing, checksum
 from trainer.megatron.push import PushRules, push
-from trainer.megatron.push_group import PushError
+from trainer.megatron.push_group import PushError, PushGroup
 
 PROMPT = [5, 6, 7, 8, 9]
 PATIENCE_S = 500.0  # a real server on a machine at work elsewhere
@@ -159,6 +159,29 @@ def a_refused_push_is_over_at_once_and_can_be_repaired(url: str, policies: tuple
     assert [span.step for span in sample(url).spans] == [4]
 
 
+def weights_that_are_damaged_on_the_way_are_not_served(url: str, policies: tuple[str, str]) -> None:
+    """One number of one tensor, of those that SGLang keeps as they are and of those that it joins with others."""
+    version = version_of(policies[1], 2)
+    names = list(weights_of(policies[1]))
+    send = PushGroup.send
+    for damaged in ("input_layernorm", "mlp.down_proj", "mlp.up_proj", "self_attn.k_proj"):
+        load(url, policies[0], 1)
+        at = names.index(f"model.layers.1.{damaged}.weight")
+
+        def send_damaged(self: PushGroup, tensors: Sequence[Tensor], *, timeout_s: float, at: int = at) -> None:
+            other = tensors[at].clone()
+            other.view(-1)[-1] += 0.5
+            send(self, [*tensors[:at], other, *tensors[at + 1 :]], timeout_s=timeout_s)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(PushGroup, "send", send_damaged)
+            with pytest.raises(PushError, match=r"checksum|holds other weights than were sent: model\.layers\.1\."):
+                push([url], buckets_of(policies[1]), version=version.pushed_name, rules=RULES)
+        assert info(url).version == PUSH_GIVEN_UP
+    load(url, policies[1], 2)
+    assert [span.step for span in sample(url).spans] == [2]
+
+
 def one_push_after_the_other(url: str, policies: tuple[str, str]) -> None:
     load(url, policies[0], 1)
     expected = [sample(url).output_ids]
@@ -224,6 +247,7 @@ CASES = (
     pushed_weights_are_those_on_disk,
     a_running_request_goes_on_under_the_pushed_weights,
     a_refused_push_is_over_at_once_and_can_be_repaired,
+    weights_that_are_damaged_on_the_way_are_not_served,
     one_push_after_the_other,
     after_a_killed_trainer_a_load_and_the_next_push_go_through,
     an_engine_that_is_not_there_is_left_out,

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from farm.engine.embedded.weight_group import WeightGroupError, WeightGroups
+from farm.types import PUSH_GIVEN_UP, PUSH_UNDER_WAY
 
 
 class PushEngine:
@@ -42,11 +43,11 @@ class PushEngine:
                 self.tensors = {}
             case "/update_weights_from_distributed":
                 self.tensors |= self._groups.receive(body)
-                self.version = body.get("weight_version") or self.version
-            case "/end_weight_update" if self._on_end is not None:
-                self._on_end(self.version, self.tensors)
+                return {"success": True, "checksum": body["checksum"]}
             case "/update_weight_version":
                 self.version = body["new_version"]
+                if self._on_end is not None and self.version not in {PUSH_UNDER_WAY, PUSH_GIVEN_UP}:
+                    self._on_end(self.version, self.tensors)
         return {"success": True, "weight_version": self.version, "tp_size": 1}
 
 

@@ -1,11 +1,15 @@
 """Send a published policy's weights straight to the engines, over a process group of torch.distributed.
 
 The trainer is rank 0, the engines are the others. It talks to them through SGLang's HTTP API alone: init group, pause,
-begin, one update request per bucket beside the broadcasts of its tensors, end, check the version, continue, destroy.
+begin, one update request per bucket beside the broadcasts of its tensors, end, hold what it has against what was sent,
+give it the name, check that, continue, destroy.
 
 What holds, whatever happens:
 
-* an engine goes on only after it has answered with the name of the new weights, which holds their digest;
+* an engine gets the name of the new weights, which holds their digest, only after its own answer has shown that they
+  are those that were sent: to the checksum of each bucket, as the embedded engine does, or by digests of what it holds
+  (:mod:`trainer.megatron.proof`);
+* an engine goes on only after it has answered with that name;
 * while it is changed it bears a name that no client takes tokens from: an engine that a push left half-way (refused,
   out of time, killed trainer) stays paused under that name until its pool loads the published folder into it, which is
   at once when the trainer could say that it has given up;
@@ -30,6 +34,7 @@ from typing import Any
 
 from farm.types import PUSH_GIVEN_UP, PUSH_UNDER_WAY
 from trainer.megatron.buckets import Outgoing
+from trainer.megatron.proof import NOT_COMPARED, Digests, Form
 from trainer.megatron.push_group import Backend, PushError, PushGroup, own_address
 
 _CLEAN_UP_S = 5.0
@@ -67,6 +72,9 @@ def push(urls: Sequence[str], buckets: Iterator[Outgoing], *, version: str, rule
 class _Push:
     def __init__(self, version: str, rules: PushRules, threads: ThreadPoolExecutor) -> None:
         self._urls: list[str] = []
+        self._unheard: set[str] = set()  # engines that have not confirmed the checksum of every bucket
+        self._forms: dict[str, Form | None] = {}  # URL -> how its weights are held
+        self._digests: dict[Form, Digests] = {}
         self._version = version
         self._rules = rules
         self._threads = threads
@@ -99,7 +107,9 @@ class _Push:
         left_out: dict[str, str] = {}
         for url, future in asked.items():
             try:
-                sizes.append(int(future.result().get("tp_size") or 1))
+                info = future.result()
+                sizes.append(int(info.get("tp_size") or 1))
+                self._forms[url] = Form.of(info)
                 self._urls.append(url)
             except PushError as error:
                 left_out[url] = str(error)
@@ -145,6 +155,8 @@ class _Push:
             self._send(group, bucket, last=after is None)
             bucket = after
         self._all("POST", "/end_weight_update", {})
+        self._prove()
+        self._all("POST", "/update_weight_version", _named(self._version))
         for url, info in zip(self._urls, self._all("GET", "/model_info"), strict=True):
             if info.get("weight_version") != self._version:
                 raise PushError(f"{url} answers {info.get('weight_version')!r} after {self._version} was pushed")
@@ -159,11 +171,33 @@ class _Push:
             "flush_cache": last,
             "checksum": outgoing.checksum,  # the embedded engine holds what came against it, SGLang passes it over
         }
-        if last:
-            body["weight_version"] = self._version
         asked = [self._ask(url, "POST", "/update_weights_from_distributed", body) for url in self._urls]
         timeout_s = self._left_s()
         self._beside(asked, lambda: group.send(outgoing.tensors, timeout_s=timeout_s))
+        for url, future in zip(self._urls, asked, strict=True):
+            if future.result().get("checksum") != outgoing.checksum:
+                self._unheard.add(url)
+        forms = {form for url in self._unheard if (form := self._forms[url]) is not None}
+        for form in forms:
+            digests = self._digests.setdefault(form, Digests(form))
+            for info, tensor in zip(tensors, outgoing.tensors, strict=True):
+                digests.add(info.name, tensor)
+
+    def _prove(self) -> None:
+        """Ask the engines that have not confirmed the checksums what they hold. Raises PushError for one that holds
+        anything else, or can't say."""
+        body = {"action": "checksum", "selector": "target", "skip_tensor_list": list(NOT_COMPARED)}
+        asked = {url: self._ask(url, "POST", "/weights_checker", body) for url in self._unheard}
+        for url, future in asked.items():
+            form = self._forms[url]
+            compared, others = (
+                (0, []) if form is None else self._digests[form].against(future.result().get("ranks") or ())
+            )
+            if others:
+                told = f"{', '.join(others[:3])} ({len(others)} of {compared} compared)"
+                raise PushError(f"{url} holds other weights than were sent: {told}")
+            if not compared:
+                raise PushError(f"{url}: what it holds can't be held against what was sent; use engine.weights=disk")
 
     def _beside(self, asked: list[Future[dict[str, Any]]], action: Callable[[], None]) -> None:
         """Run ``action`` until it and all requests have ended. The first that fails is raised, and the others are left

@@ -316,7 +316,8 @@ class EngineServer:
         message = "Succeeded to update parameter online."
         if version is not None:
             message += f" Weight version updated to {version}."
-        return _json({"success": True, "message": message})
+        # SGLang has no checksum; where one is given here, what came was held against it.
+        return _json({"success": True, "message": message, "checksum": body.get("checksum")})
 
     async def _end_update(self, http: web.BaseRequest) -> web.Response:
         await http.read()
