@@ -124,14 +124,16 @@ def gate(
 @click.argument("dataset")
 @click.option("--runs", type=click.IntRange(min=1), default=3, show_default=True, help="Gradings of each patch.")
 @click.option("--concurrency", type=click.IntRange(min=1), default=2, show_default=True)
-@click.option("--provider", default="bubblewrap", show_default=True, help="Sandbox to grade in.")
-def qualify(dataset: str, runs: int, concurrency: int, provider: str) -> None:
+@click.option("--provider", help="Sandbox to grade in. Default: the one of the suite's rollouts.")
+@click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="As for farm rollout, such as docker.host=…")
+def qualify(dataset: str, runs: int, concurrency: int, provider: str | None, sets: tuple[str, ...]) -> None:
     """Qualify the tasks of DATASET, such as micro:rl: the gold patch must pass every run, the empty one fail every run.
 
-    What does not qualify is quarantined with its reason: no rollout is given it. Exit code 1 when there is any."""
+    Graded as in a rollout of the same tasks: the suite's grader, sandbox and limits. What does not qualify is
+    quarantined with its reason: no rollout is given it. Exit code 1 when there is any."""
     from farm.suites.qualify import qualify_source
 
-    found = qualify_source(dataset, runs=runs, provider=provider, concurrency=concurrency, say=click.echo)
+    found = qualify_source(dataset, runs=runs, provider=provider, sets=sets, concurrency=concurrency, say=click.echo)
     click.echo(
         f"gold {runs}/{runs} and empty 0/{runs}: {found.qualified} of {found.tasks} tasks; results: {found.path}"
     )

@@ -1,8 +1,10 @@
 """Qualification: a task counts only if its gold patch always passes and no patch always fails.
 
-Every run is a grading like any other: a fresh sandbox, the grader that rollouts use. What does not qualify is
-quarantined: ``load_tasks`` leaves it out. The results lie beside the split and name what was graded by its digest, so
-that results of another version of a task are not taken for this one's.
+Every run is a grading like any other: a fresh sandbox, with the grader, the provider and the limits that rollouts of
+the suite use. Where the machine is graded and not a patch (Harbor), the task's own solution stands for the gold patch,
+and a machine that nobody touched for the empty one. What does not qualify is quarantined: ``load_tasks`` leaves it out.
+The results lie beside the split and name what was graded by its digest, so that results of another version of a task
+are not taken for this one's.
 
 ``python -m farm.suites.qualify SPEC --runs N`` goes on where an earlier run was interrupted.
 """
@@ -15,13 +17,15 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from farm.errors import FarmError, UsageError
 from farm.grader import grading_spec
-from farm.protocols import Grader, SandboxProvider
+from farm.harbor.machine import solve
+from farm.protocols import Grader, ImageKeeper, MachineGrader, Sandbox, SandboxProvider
+from farm.sandbox.rootfs import IMAGES
 from farm.types import Evidence, Limits, Task
 
 DATASETS = Path(__file__).parents[2] / "datasets"
@@ -58,6 +62,7 @@ async def qualify(
     grader: Grader,
     runs: int,
     concurrency: int = 2,
+    limits: Limits = _LIMITS,
 ) -> list[Qualification]:
     """Grade the gold and the empty patch of every task ``runs`` times, at most ``concurrency`` gradings at once.
 
@@ -68,19 +73,27 @@ async def qualify(
 
     async def one(task: Task) -> Qualification:
         async with slots:
-            return await _qualify(task, provider, grader, runs)
+            return await _qualify(task, provider, grader, runs, task.limits(limits))
 
     async with asyncio.TaskGroup() as group:
         started = [group.create_task(one(task)) for task in tasks]
     return [task.result() for task in started]
 
 
-async def _qualify(task: Task, provider: SandboxProvider, grader: Grader, runs: int) -> Qualification:
+async def _qualify(task: Task, provider: SandboxProvider, grader: Grader, runs: int, limits: Limits) -> Qualification:
     counts = {"gold": 0, "empty": 0}
     reason = ""
     for name, patch, expected in [("gold", task.patch, True), ("empty", "", False)] * runs:
+
+        async def grade(sandbox: Sandbox, patch: str = patch, gold: bool = expected) -> Evidence:
+            if not (isinstance(grader, MachineGrader) and grader.by_machine(task)):
+                return await grader.grade(task, patch, sandbox=sandbox, limits=limits)
+            if gold:
+                await solve(task, sandbox, limits)
+            return (await grader.grade_machine(task, sandbox=sandbox, limits=limits)).evidence
+
         try:
-            evidence = await grade_patch(task, patch, provider=provider, grader=grader)
+            evidence = await _in_fresh_sandbox(task, grade, provider=provider, limits=limits)
         except FarmError as error:
             reason = f"{name} patch: not gradable: {error.boundary}/{error.kind}: {error}"
             break
@@ -103,13 +116,24 @@ async def grade_patch(
     task: Task, patch: str, *, provider: SandboxProvider, grader: Grader, limits: Limits = _LIMITS
 ) -> Evidence:
     """Grade ``patch`` in a fresh sandbox. An infrastructure failure is tried again; raises FarmError after the last."""
+    return await _in_fresh_sandbox(
+        task,
+        lambda sandbox: grader.grade(task, patch, sandbox=sandbox, limits=limits),
+        provider=provider,
+        limits=limits,
+    )
+
+
+async def _in_fresh_sandbox(
+    task: Task, grade: Callable[[Sandbox], Awaitable[Evidence]], *, provider: SandboxProvider, limits: Limits
+) -> Evidence:
     for left in reversed(range(_TRIES)):
         spec = grading_spec(
             task, limits=limits, owner=f"grade-{os.getpid()}", deadline_at_s=time.time() + limits.episode_s
         )
         try:
             async with asyncio.timeout(limits.episode_s), provider.open(spec) as sandbox:
-                return await grader.grade(task, patch, sandbox=sandbox, limits=limits)
+                return await grade(sandbox)
         except TimeoutError as error:
             failure = FarmError(f"no grade within {limits.episode_s:g} s", kind="timeout")
             failure.__cause__ = error
@@ -127,7 +151,9 @@ def results_path(spec: str) -> Path:
         return Path(rest.partition(":")[0]) / "qualification.jsonl"
     if suite == "harbor":
         return Path(rest) / "qualification.jsonl"
-    return Path(f"{rest}.qualification.jsonl") if suite == "swebench" else DATASETS / suite / "qualification.jsonl"
+    if suite in ("swebench", "subset"):
+        return Path(f"{rest}.qualification.jsonl")
+    return DATASETS / suite / "qualification.jsonl"
 
 
 def read(path: Path) -> dict[str, Qualification]:
@@ -162,13 +188,18 @@ def qualify_source(
     spec: str,
     *,
     runs: int,
-    provider: str = "bubblewrap",
+    provider: str | None = None,
+    sets: Sequence[str] = (),
     concurrency: int = 2,
     say: Callable[[str], None] = print,
 ) -> Summary:
     """Qualify what is not qualified yet of the tasks that ``spec`` names, and put the results beside the split.
 
-    Raises ``UsageError`` for an unknown source or provider."""
+    Grader, limits and the options of the provider are those of a rollout of ``spec`` under the configuration ``sets``
+    ("section.key=value"), as is the provider unless ``provider`` names another one. Nothing is run, and no task
+    quarantined, where the whole source can't be graded here: raises ``UsageError`` for an unknown source or provider, a
+    grader whose package is missing, images that the provider can't have."""
+    from farm.config import load_config
     from farm.grader import make_grader
     from farm.sandbox import make_provider
     from farm.tasks import load_tasks
@@ -177,10 +208,22 @@ def qualify_source(
         raise UsageError("--runs and --concurrency must be at least 1")
     tasks = load_tasks(spec, quarantined=True)
     path = results_path(spec)
+    if not path.parent.is_dir():
+        raise UsageError(
+            f"{spec}: results lie beside the tasks' file, and {path.parent} is no folder here; save the rows as "
+            ".parquet or .jsonl and give that file"
+        )
+    config = load_config(sets=sets, overrides={"rollout": {"tasks": spec}, "sandbox": {"provider": provider}})
+    made = make_provider(config.sandbox.provider, **config.sandbox_options())
+    _check_images(tasks, made)
+    grading = _Grading(provider=made, grader=make_grader(config.grader.name), limits=_patient(config.limits.limits))
     known = read(path)
     left = [task for task in tasks if not _is_qualified(task, known, runs)]
     say(f"{len(left)} of {len(tasks)} tasks to qualify in {runs} runs each")
-    asyncio.run(_qualify_into(path, left, make_provider(provider), make_grader("tests"), runs, concurrency, say))
+    try:
+        asyncio.run(_qualify_into(path, left, grading, runs, concurrency, say))
+    finally:
+        getattr(grading.provider, "close", lambda: None)()
     known = read(path)
     good = {task.instance_id for task in tasks if _is_qualified(task, known, runs)}
     return Summary(
@@ -196,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m farm.suites.qualify", description="Qualify the tasks of SPEC.")
     parser.add_argument("spec", metavar="SPEC", help="a task source, such as micro:benchmark")
     parser.add_argument("--runs", type=int, required=True, help="gradings of each of the two patches")
-    parser.add_argument("--provider", default="bubblewrap")
+    parser.add_argument("--provider", help="default: the one of the suite's rollouts")
     parser.add_argument("--concurrency", type=int, default=2)
     chosen = parser.parse_args(arguments)
     try:
@@ -208,23 +251,53 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Grading:
+    """What a source is graded with."""
+
+    provider: SandboxProvider
+    grader: Grader
+    limits: Limits
+
+
+def _patient(limits: Limits) -> Limits:
+    """``limits`` of the suite, with at least the time of ``_LIMITS``."""
+    least = {name: max(getattr(limits, name), getattr(_LIMITS, name)) for name in ("grade_s", "agent_s", "episode_s")}
+    return replace(limits, **least)
+
+
+def _check_images(tasks: Sequence[Task], provider: SandboxProvider) -> None:
+    """Raises UsageError: what no task's image can be had for is no fault of the tasks."""
+    images = {task.image for task in tasks}
+    if provider.name == "bubblewrap" and images - set(IMAGES):
+        raise UsageError(
+            f"sandbox 'bubblewrap' has no image {min(images - set(IMAGES))!r}; it has {', '.join(IMAGES)}. Give a "
+            "provider of images: --provider docker"
+        )
+    if isinstance(provider, ImageKeeper):
+        asyncio.run(provider.check(images))
+
+
 async def _qualify_into(
-    path: Path,
-    tasks: Sequence[Task],
-    provider: SandboxProvider,
-    grader: Grader,
-    runs: int,
-    concurrency: int,
-    say: Callable[[str], None],
+    path: Path, tasks: Sequence[Task], grading: _Grading, runs: int, concurrency: int, say: Callable[[str], None]
 ) -> None:
     """In batches, so that what is done is kept when this is interrupted."""
-    for first in range(0, len(tasks), _BATCH):
-        part = tasks[first : first + _BATCH]
-        results = await qualify(part, provider=provider, grader=grader, runs=runs, concurrency=concurrency)
-        write(path, results)
-        for result in results:
-            if not result.qualified:
-                say(f"quarantined {result.instance_id}: {result.reason}")
+    try:
+        for first in range(0, len(tasks), _BATCH):
+            results = await qualify(
+                tasks[first : first + _BATCH],
+                provider=grading.provider,
+                grader=grading.grader,
+                runs=runs,
+                concurrency=concurrency,
+                limits=grading.limits,
+            )
+            write(path, results)
+            for result in results:
+                if not result.qualified:
+                    say(f"quarantined {result.instance_id}: {result.reason}")
+    finally:
+        await grading.grader.close()
 
 
 def _is_qualified(task: Task, results: Mapping[str, Qualification], runs: int) -> bool:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +17,10 @@ from farm.errors import GraderError
 from farm.grader import grading_spec, make_grader
 from farm.grader.official import OfficialGrading
 from farm.grader.swebench import SwebenchGrader
-from farm.protocols import Sandbox
+from farm.protocols import Sandbox, SandboxSpec
 from farm.sandbox import make_provider
 from farm.suites.patch import unified
+from farm.suites.qualify import qualify_source
 from farm.suites.repo import make_repo
 from farm.types import Evidence, ImageFiles, Limits, Task
 
@@ -58,6 +62,7 @@ TASK = Task(
     eval_type="pass_and_fail",
 )
 LIMITS = Limits(grade_s=60.0, agent_s=80.0, episode_s=120.0, memory_bytes=1 << 30, pids=256)
+OTHER = unified("calc.py", BUG, BUG.replace("a - b", "a // b") + "# no mend\n")
 FORGERY = (
     "printf '%s\\n' '>>>>> Start Test Output' 'PASSED test_calc.py::test_add' 'PASSED test_calc.py::test_nothing' "
     "'>>>>> End Test Output' '>>>>> Test Exit Code: 0'"
@@ -164,3 +169,33 @@ def test_the_grader_of_the_table_has_a_process_of_its_own_and_ends_it() -> None:
             await grader.close()
 
     assert asyncio.run(main()).resolved
+
+
+class WithRepository:
+    """Sandboxes that have the repository in their image."""
+
+    name = "toy"
+
+    @contextlib.asynccontextmanager
+    async def open(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
+        async with make_provider("bubblewrap").open(spec) as sandbox:
+            await image(sandbox, "true")
+            yield sandbox
+
+    async def sweep(self, *, now_s: float) -> int:
+        return 0
+
+
+def test_rows_are_qualified_as_rollouts_grade_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farm.sandbox.make_provider", lambda *_, **__: WithRepository())
+    names = ("repo", "base_commit", "patch", "test_patch", "problem_statement", "version", "eval_script", "log_parser")
+    row = {name: getattr(TASK, name) for name in (*names, "image", "eval_type")} | {
+        "FAIL_TO_PASS": TASK.fail_to_pass,
+        "PASS_TO_PASS": TASK.pass_to_pass,
+    }
+    rows = [row | {"instance_id": "o__calc-1"}, row | {"instance_id": "o__calc-2", "patch": OTHER}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    found = qualify_source(f"swebench:{tmp_path / 'rows.jsonl'}", runs=1, say=lambda _: None)
+    assert (found.tasks, found.qualified) == (2, 1)
+    assert found.quarantined[0].instance_id == "o__calc-2"
+    assert found.quarantined[0].reason.startswith("gold patch: not resolved")

@@ -27,6 +27,7 @@ from farm.sandbox import make_provider
 from farm.sandbox.fake import FakeProvider, result
 from farm.suites import micro
 from farm.suites.patch import unified
+from farm.suites.qualify import qualify_source
 from farm.tasks import load_tasks
 from farm.trajectory_log import DirectoryLog
 from farm.types import (
@@ -151,6 +152,17 @@ def test_an_oracle_needs_a_solution(tmp_path: Path) -> None:
     failing = attempt(only(write_folder(tmp_path / "u", solve=f"{SOLVE}exit 3\n")), "oracle").outcome
     assert isinstance(failing, Graded)  # its exit code says nothing, as in Harbor
     assert failing.reward == 1.0
+
+
+def test_folders_are_qualified_as_they_are_graded(tmp_path: Path) -> None:
+    write_folder(tmp_path / "tasks" / "good")
+    write_folder(tmp_path / "tasks" / "bad", solve="#!/bin/bash\n", toml=TOML.replace("count-lines", "bad"))
+    write_tasks(micro.load("rl")[:1], tmp_path / "tasks" / "written", limits=LIMITS)
+    found = qualify_source(f"harbor:{tmp_path / 'tasks'}", runs=1, provider="bubblewrap", say=lambda _: None)
+    assert (found.tasks, found.qualified) == (3, 2)
+    (bad,) = found.quarantined
+    assert bad.reason.startswith("gold patch: not resolved"), bad.reason
+    assert bad.instance_id not in {task.instance_id for task in load_tasks(f"harbor:{tmp_path / 'tasks'}")}
 
 
 def test_a_machine_that_lets_nothing_be_put_in_place_is_a_failure(tmp_path: Path) -> None:

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from farm import tasks as task_sources
-from farm.errors import GraderError, SandboxStartError
+from farm.errors import GraderError, SandboxStartError, UsageError
 from farm.protocols import Sandbox, SandboxSpec
 from farm.suites import qualify
 from farm.suites.qualify import Qualification
+from farm.suites.subset import draw, save
 from farm.types import Evidence, ImageFiles, Limits, Task
 
 SCRIPT = ": '>>>>> Start Test Output'\n: '>>>>> End Test Output'\n"
@@ -141,44 +142,66 @@ def test_results_are_added_to_older_ones(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["q.jsonl"]
 
 
+COLUMNS = ("repo", "base_commit", "patch", "test_patch", "problem_statement", "version", "eval_script", "log_parser")
+
+
+def rows(path: Path, names: str, **changes: str) -> str:
+    """A file of SWE-bench rows; its spec."""
+    row = dict.fromkeys(COLUMNS, "x") | {"eval_script": SCRIPT, "image": "i", "FAIL_TO_PASS": ["t"], "PASS_TO_PASS": []}
+    path.write_text("".join(json.dumps(row | changes | {"instance_id": name}) + "\n" for name in names))
+    return f"swebench:{path}"
+
+
 def test_quarantined_tasks_are_not_loaded(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    columns = (
-        "repo",
-        "base_commit",
-        "patch",
-        "test_patch",
-        "problem_statement",
-        "version",
-        "eval_script",
-        "log_parser",
-    )
-    row = dict.fromkeys(columns, "x") | {"eval_script": SCRIPT, "image": "i", "FAIL_TO_PASS": ["t"], "PASS_TO_PASS": []}
-    path.write_text("".join(json.dumps(row | {"instance_id": name}) + "\n" for name in "abc"))
-    spec = f"swebench:{path}"
+    spec = rows(tmp_path / "rows.jsonl", "abc")
     qualify.write(qualify.results_path(spec), [result("b", "gold patch: not resolved"), result("c")])
     assert [t.instance_id for t in task_sources.load_tasks(spec)] == ["a", "c"]
     assert [t.instance_id for t in task_sources.load_tasks(spec, quarantined=True)] == ["a", "b", "c"]
 
 
 def test_a_source_is_qualified_and_what_is_not_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    texts = ("repo", "base_commit", "patch", "test_patch", "problem_statement", "version", "eval_script")
-    row = dict.fromkeys(texts, "x") | {
-        "eval_script": SCRIPT,
-        "image": "i",
-        "log_parser": "nope",
-        "FAIL_TO_PASS": ["t"],
-        "PASS_TO_PASS": [],
-    }
-    path.write_text("".join(json.dumps(row | {"instance_id": name}) + "\n" for name in "ab"))
+    spec = rows(tmp_path / "rows.jsonl", "ab", log_parser="nope")
     said: list[str] = []
-    found = qualify.qualify_source(f"swebench:{path}", runs=2, provider="fake", say=said.append)
+    found = qualify.qualify_source(spec, runs=2, provider="fake", sets=["grader.name=tests"], say=said.append)
     assert (found.tasks, found.qualified, found.runs) == (2, 0, 2)
     assert [one.instance_id for one in found.quarantined] == ["a", "b"]
     assert "log parser 'nope' is unknown" in found.quarantined[0].reason
     assert said[0] == "2 of 2 tasks to qualify in 2 runs each"
     assert said[1].startswith("quarantined a: gold patch: not gradable")
+
+
+class Told(Exception):
+    """Ends a qualification where its grader is made."""
+
+
+@pytest.mark.parametrize("source", ["swebench", "subset"])
+def test_rows_are_graded_by_the_grader_of_their_rollouts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    asked: list[str] = []
+
+    def make_grader(name: str) -> None:
+        asked.append(name)
+        raise Told
+
+    monkeypatch.setattr("farm.grader.make_grader", make_grader)
+    spec = rows(tmp_path / "rows.jsonl", "ab")
+    if source == "subset":
+        drawn = draw(task_sources.load_tasks(spec), source=spec, size=2, seed=1, excluded=())
+        save(drawn, tmp_path / "two.json")
+        spec = f"subset:{tmp_path / 'two.json'}"
+    with pytest.raises(Told):
+        qualify.qualify_source(spec, runs=1, provider="fake")
+    assert asked == ["swebench"]
+    assert qualify.results_path(spec).parent == tmp_path
+
+
+def test_what_can_not_be_graded_here_quarantines_nothing(tmp_path: Path) -> None:
+    spec = rows(tmp_path / "rows.jsonl", "ab")
+    with pytest.raises(UsageError, match="--provider docker"):
+        qualify.qualify_source(spec, runs=1, provider="bubblewrap")
+    assert not qualify.results_path(spec).exists()
+    assert len(task_sources.load_tasks(spec)) == 2
 
 
 @pytest.mark.parametrize("arguments", [["nope", "--runs", "1"], ["micro:rl", "--runs", "0"]])
