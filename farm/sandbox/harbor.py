@@ -4,8 +4,11 @@ Needs the package ``harbor``, which needs Python 3.12. Harbor offers short comma
 (one merged stream, time-outs that kill the whole tree, a sandbox that stays usable after them) come from the runner
 (:mod:`farm.sandbox.runner_sandbox`), so a machine needs bash and ``/usr/bin/perl``.
 
-Harbor knows no deadline and can't list what it started. A sandbox past its deadline is stopped by the sweep of the
-process that opened it; what a killed farm leaves behind is what the environment itself leaves behind.
+Harbor knows no deadline and can't list what it started, so the farm writes down what it opens
+(:mod:`farm.sandbox.harbor_records`). Its owner stops a sandbox at its deadline; any sweep on the host ends those that
+are overdue, and those of dead owners: the environment is made again under the same session id and stopped. That is
+enough for environments that find their machine by that id (docker, podman, ...). One that only finds it by what a
+service answered at its start can be stopped by nobody else: give it a time limit of its own in ``harbor.kwargs``.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import itertools
 import logging
 import secrets
 import shlex
+import shutil
 import struct
 import tempfile
 import time
@@ -27,12 +31,16 @@ from typing import Any, TypeVar
 from farm.errors import SandboxStartError, UsageError
 from farm.protocols import Sandbox, SandboxSpec
 from farm.sandbox.build_context import build_context
+from farm.sandbox.harbor_records import Record, Records
 from farm.sandbox.optional import sdk
 from farm.sandbox.runner_sandbox import Refused, RunnerSandbox
 from farm.sandbox.served import STOP_S, uncancelled
+from farm.sandbox.state import alive
+from farm.types import Machine, content_digest
 
 _CALL_S = 60.0  # one answer, beyond what a command is asked to wait
 _STOP_S = 120.0
+_LOOK_S = 1.0  # how often an open sandbox is held against its deadline and its record
 _TRIES = 3
 _PAUSE_S = 0.5
 
@@ -53,6 +61,7 @@ while (my ($path, $data) = splice(@parts, 0, 2)) {
 print "DONE\n";
 """
 
+_OVERDUE = ("its deadline has passed", "deadline")
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -80,33 +89,71 @@ class HarborProvider:
         except Exception as error:  # pydantic's, and whatever an import brings
             raise UsageError(f"sandbox 'harbor': environment {environment!r}: {_told(error)}") from error
         self._network = network
-        self._open: dict[str, tuple[float, HarborSandbox, Any]] = {}
+        self._records = Records(content_digest([environment, {str(k): str(v) for k, v in (kwargs or {}).items()}]))
 
     @contextlib.asynccontextmanager
     async def open(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
+        session = f"farm-{secrets.token_hex(8)}"
         with tempfile.TemporaryDirectory(prefix="farm-harbor-") as folder:
-            environment = self._environment(spec, Path(folder))
-            sandbox = HarborSandbox(environment, spec)
-            self._open[sandbox.id] = (spec.deadline_at_s, sandbox, environment)
+            environment = self._environment(spec, Path(folder), session)
+            self._records.add(
+                session=session,
+                owner=spec.owner,
+                deadline_at_s=spec.deadline_at_s,
+                folder=folder,
+                network=spec.machine.network,
+            )
+            sandbox = HarborSandbox(environment, spec, self._records)
+            watch = asyncio.create_task(self._watch(sandbox, environment, spec.deadline_at_s))
             try:
                 await _start(environment, spec)
                 await sandbox.ready()
                 yield sandbox
             finally:
                 sandbox.closed()
-                if self._open.pop(sandbox.id, None) is not None:
-                    await uncancelled(_stop(environment))
+                await uncancelled(self._close(session, environment, watch))
+
+    async def _watch(self, sandbox: HarborSandbox, environment: Any, deadline_at_s: float) -> None:
+        """Stop it at its deadline, or when a sweep has ended it; without, for ever."""
+        while time.time() < deadline_at_s and not self._records.is_over(sandbox.id):  # noqa: ASYNC110 - others end it
+            await asyncio.sleep(_LOOK_S)
+        sandbox.closed(_OVERDUE)
+        await _stop(environment)
+
+    async def _close(self, session: str, environment: Any, watch: asyncio.Task[None]) -> None:
+        watch.cancel()
+        await asyncio.wait([watch])
+        if await _stop(environment):
+            self._records.remove(session)
+        else:
+            self._records.end(session)  # for the sweeps to come
 
     async def sweep(self, *, now_s: float) -> int:
-        """Of this process only; see the module."""
-        overdue = [name for name, (deadline_at_s, _, _) in self._open.items() if deadline_at_s <= now_s]
-        for name in overdue:
-            _, sandbox, environment = self._open.pop(name)
-            sandbox.closed(("its deadline has passed", "deadline"))
-            await uncancelled(_stop(environment))
-        return len(overdue)
+        """Of every process on this host that has such environments open, or had; see the module."""
+        with self._records.overdue(now_s=now_s) as found:
+            await asyncio.gather(*(uncancelled(self._end(record)) for record in found))
+            return len(found)
 
-    def _environment(self, spec: SandboxSpec, folder: Path) -> Any:
+    async def _end(self, record: Record) -> None:
+        with tempfile.TemporaryDirectory(prefix="farm-harbor-") as folder:
+            spec = SandboxSpec(
+                owner=record.owner,
+                deadline_at_s=record.deadline_at_s,
+                image="none",  # nothing is started
+                machine=Machine(network=record.network),
+            )
+            try:
+                environment = self._environment(spec, Path(folder), record.session)
+            except SandboxStartError as error:
+                _log.warning("environment %s may be left: %s", record.session, error)
+                return
+            stopped = await _stop(environment)
+        if stopped and (not alive(record.owner_process) or not Path(record.folder).exists()):
+            self._records.remove(record.session)
+            shutil.rmtree(record.folder, ignore_errors=True)
+        # else its owner sees that it is over, and clears up itself
+
+    def _environment(self, spec: SandboxSpec, folder: Path, session: str) -> Any:
         """Raises SandboxStartError: Harbor refuses what an environment can't do."""
         context = build_context(spec.image)
         empty = folder / "environment"
@@ -119,7 +166,7 @@ class HarborProvider:
                 config=self._config,
                 environment_dir=context.folder if context else empty,
                 environment_name=context.digest[:12] if context else spec.image.replace("/", "-").replace(":", "-"),
-                session_id=f"farm-{secrets.token_hex(8)}",
+                session_id=session,
                 trial_paths=trial,
                 task_env_config=self._models.EnvironmentConfig(
                     docker_image=None if context else spec.image,
@@ -138,10 +185,16 @@ class HarborProvider:
 class HarborSandbox(RunnerSandbox):
     """A started Harbor environment; made by :class:`HarborProvider` only."""
 
-    def __init__(self, environment: Any, spec: SandboxSpec) -> None:
+    def __init__(self, environment: Any, spec: SandboxSpec, records: Records) -> None:
         super().__init__(str(environment.session_id), spec, user="of the image")
         self._environment = environment
+        self._records = records
         self._numbers = itertools.count()
+
+    def _check(self) -> None:
+        if self._records.is_over(self.id):
+            self.closed(_OVERDUE)
+        super()._check()
 
     async def _say(self, command: str, *, wait_s: float) -> str:
         self._check()
@@ -199,13 +252,15 @@ async def _start(environment: Any, spec: SandboxSpec) -> None:
         ) from error
 
 
-async def _stop(environment: Any) -> None:
-    """Bounded in time; what can't be stopped is Harbor's to clean up."""
+async def _stop(environment: Any) -> bool:
+    """Bounded in time; whether it could be stopped."""
     try:
         async with asyncio.timeout(_STOP_S):
             await environment.stop(delete=True)
     except Exception as error:
         _log.warning("environment %s may be left: %s", environment.session_id, _told(error))
+        return False
+    return True
 
 
 def _told(error: BaseException) -> str:

@@ -45,7 +45,18 @@ def real(request: pytest.FixtureRequest) -> Iterator[SandboxProvider]:
     yield from started(request.param)
 
 
+@pytest.fixture(params=REAL)
+def two(request: pytest.FixtureRequest) -> Iterator[tuple[SandboxProvider, SandboxProvider]]:
+    """Instances that know nothing of each other, as in two processes of one farm."""
+    yield from started_twice(request.param)
+
+
 def started(name: str) -> Iterator[SandboxProvider]:
+    for one, _ in started_twice(name):
+        yield one
+
+
+def started_twice(name: str) -> Iterator[tuple[SandboxProvider, SandboxProvider]]:
     with contextlib.ExitStack() as stack:
         if name == "e2b":
             from e2b_service import local_account
@@ -55,9 +66,10 @@ def started(name: str) -> Iterator[SandboxProvider]:
             options = {"environment": "farm.harbor.environment:FarmEnvironment", "kwargs": {"sandbox": "bubblewrap"}}
         else:
             options = {}
-        provider = make_provider(name, **options)
-        stack.callback(getattr(provider, "close", lambda: None))
-        yield provider
+        both = make_provider(name, **options), make_provider(name, **options)
+        for provider in both:
+            stack.callback(getattr(provider, "close", lambda: None))
+        yield both
 
 
 @contextlib.contextmanager
@@ -168,6 +180,21 @@ def test_a_sandbox_past_its_deadline_is_swept(provider: SandboxProvider) -> None
         now_s = time.time()
         async with provider.open(spec(deadline_at_s=now_s + 40)) as overdue, provider.open(spec()) as other:
             assert await provider.sweep(now_s=now_s + 50) >= 1
+            with pytest.raises(SandboxLostError):
+                await overdue.exec("true", timeout_s=1)
+            assert (await other.exec("echo on", timeout_s=10)).output == "on\n"
+
+    asyncio.run(run())
+
+
+def test_a_sweep_finds_what_another_instance_opened(two: tuple[SandboxProvider, SandboxProvider]) -> None:
+    """As those of the driver and of the workers do, which have no sandboxes of their own."""
+    owner, sweeper = two
+
+    async def run() -> None:
+        now_s = time.time()
+        async with owner.open(spec(deadline_at_s=now_s + 40)) as overdue, owner.open(spec()) as other:
+            assert await sweeper.sweep(now_s=now_s + 50) >= 1
             with pytest.raises(SandboxLostError):
                 await overdue.exec("true", timeout_s=1)
             assert (await other.exec("echo on", timeout_s=10)).output == "on\n"

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import harbor_named
+import psutil
 import pytest
 from harbor.models.trial.config import TrialConfig
 from harbor.models.trial.result import TrialResult
@@ -153,6 +160,77 @@ def test_an_environment_that_fails_for_good_is_a_lost_sandbox() -> None:
             await sandbox.exec("true", timeout_s=5)
 
     inside(body, provider())
+
+
+@pytest.fixture
+def machines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A machine that lives is a file in this folder. Temporary and state files are in one of their own, too."""
+    with tempfile.TemporaryDirectory() as folder:
+        machines, temporary = Path(folder, "machines"), Path(folder, "tmp")
+        for path in (machines, temporary):
+            path.mkdir()
+        Path(folder).chmod(0o755)  # sandboxes run as another user
+        monkeypatch.setenv(harbor_named.MACHINES, str(machines))
+        monkeypatch.setenv("TMPDIR", str(temporary))
+        monkeypatch.setenv("PYTHONPATH", str(Path(harbor_named.__file__).parent), prepend=os.pathsep)
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        yield machines
+
+
+def sweep(now_s: float) -> int:
+    return asyncio.run(make_provider("harbor", **harbor_named.options()).sweep(now_s=now_s))
+
+
+def test_what_a_killed_owner_left_is_ended_by_the_next_sweep(machines: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", harbor_named.OWNER], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == "open\n"
+        (machine,) = machines.iterdir()
+        pid = int(machine.read_text())
+        assert sweep(time.time()) == 0  # it lives, and is in time
+        owner.kill()
+    assert psutil.pid_exists(pid)
+    assert sweep(time.time()) == 1
+    assert not list(machines.iterdir())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert not list(Path(tempfile.gettempdir()).glob("farm-harbor-*"))
+    assert not list(Path(tempfile.gettempdir()).glob("rollout-farm-*/harbor/*"))
+    assert sweep(time.time()) == 0
+
+
+def test_a_sandbox_ends_at_its_deadline_without_a_sweep(machines: Path) -> None:
+    async def main() -> None:
+        owner = make_provider("harbor", **harbor_named.options())
+        async with owner.open(SandboxSpec(owner="t", deadline_at_s=time.time() + 4)) as sandbox:
+            for _ in range(300):
+                if not list(machines.iterdir()):
+                    break
+                await asyncio.sleep(0.1)
+            assert not list(machines.iterdir())
+            with pytest.raises(SandboxLostError, match="deadline") as caught:
+                await sandbox.exec("true", timeout_s=1)
+            assert caught.value.kind == "deadline"
+
+    asyncio.run(main())
+
+
+def test_what_could_not_be_stopped_is_left_to_the_next_sweep(machines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = harbor_named.NamedEnvironment.stop
+
+    async def broken(*_: Any, **__: Any) -> None:
+        raise ConnectionError("nobody answers")
+
+    async def body(_: Sandbox) -> None:
+        monkeypatch.setattr(harbor_named.NamedEnvironment, "stop", broken)
+
+    given = make_provider("harbor", **harbor_named.options())
+    inside(body, given)  # type: ignore[arg-type]
+    assert sweep(time.time()) == 1  # tried, in vain
+    assert list(machines.iterdir())
+    monkeypatch.setattr(harbor_named.NamedEnvironment, "stop", real)
+    assert sweep(time.time()) == 1
+    assert not list(machines.iterdir())
+    assert sweep(time.time()) == 0
 
 
 def test_a_hiccup_of_an_environment_costs_nothing() -> None:
