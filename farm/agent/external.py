@@ -3,7 +3,8 @@
 The program is started once per episode, on the worker and outside of the sandbox, with ``OPENAI_BASE_URL`` and
 ``OPENAI_API_KEY`` of its session, and ``FARM_SESSION_URL`` for ``/task`` and ``/exec``. It must run commands through
 ``/exec`` only: that is the sandbox. When it ends with exit code 0 the repository is handed in as it is; another code is
-a defect of the scaffold (``AgentError``); a cap ends the episode, and the program with it.
+a defect of the scaffold (``AgentError``); a cap ends the episode, and the program with it. Whatever ends it, also the
+death of the worker, nothing that it started is left, nor its folder (``farm.agent.keeper``).
 
 What was sampled is recorded as tokens whatever the scaffold does with its messages.
 """
@@ -14,7 +15,7 @@ import asyncio
 import contextlib
 import os
 import shutil
-import signal
+import sys
 import tempfile
 import time
 from collections import deque
@@ -22,6 +23,7 @@ from collections.abc import Callable, Sequence
 
 import psutil
 
+from farm.agent import keeper
 from farm.agent.partial import attach
 from farm.agent.session import Session
 from farm.errors import AgentError, UsageError
@@ -41,12 +43,12 @@ class ExternalAgent:
         if not command:
             raise UsageError(
                 "agent.command is empty: the agent 'external' needs the program to start, for example "
-                'command = ["venv/bin/python", "scaffold.py"]'
+                'command = ["/opt/scaffold/venv/bin/python", "/opt/scaffold/main.py"]'
             )
         program = shutil.which(command[0])
         if program is None:
             raise UsageError(f"agent.command: {command[0]!r} is not a program here; give its path")
-        self._command = (program, *command[1:])
+        self._command = (os.path.abspath(program), *command[1:])  # noqa: PTH100 - a venv's python is a link
         self._now = now
 
     async def run(
@@ -123,10 +125,9 @@ class ExternalAgent:
         }
         try:
             return await asyncio.create_subprocess_exec(
-                *self._command,
-                cwd=folder,
+                *(sys.executable, "-P", keeper.__file__, folder, *self._command),
                 env={**os.environ, **own},
-                stdin=asyncio.subprocess.DEVNULL,
+                stdin=asyncio.subprocess.PIPE,  # never written to: its end is the word to end
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 start_new_session=True,
@@ -142,13 +143,18 @@ async def _keep(process: asyncio.subprocess.Process, lines: deque[str]) -> None:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """End the program, its descendants, and what is left in its session when it has ended by itself."""
-    if process.returncode is None:
+    """Have the keeper end the program and all that came of it; by force, as far as that goes, if it does not."""
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        async with asyncio.timeout(_STOP_S):
+            await process.wait()
+    except TimeoutError:
         with contextlib.suppress(psutil.NoSuchProcess):
             for member in psutil.Process(process.pid).children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     member.kill()
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # it leads a group of its own
-    async with asyncio.timeout(_STOP_S):
-        await process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        async with asyncio.timeout(_STOP_S):
+            await process.wait()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import pytest
@@ -21,6 +23,7 @@ from farm.render.chat import SYSTEM, ChatRenderer
 from farm.sandbox.fake import FakeProvider, result
 from farm.types import EndReason, InlineFiles, Limits, SamplingParams, Task
 
+T = TypeVar("T")
 SCAFFOLD = Path(__file__).parents[1] / "support" / "scaffold.py"
 LIMITS = Limits(max_turns=8, max_tokens_per_turn=64, max_context_tokens=4096, tool_s=5.0, agent_s=40.0, episode_s=60.0)
 TASK = Task(
@@ -74,11 +77,12 @@ def run(
     *,
     provider: FakeProvider | None = None,
     limits: Limits = LIMITS,
+    command: Sequence[str] = (),
 ) -> AgentRun:
     async def main() -> AgentRun:
         sandboxes = provider or FakeProvider(lambda command, _: result(f"ran {command}\n"))
         async with sandboxes.open(SandboxSpec(owner="t", deadline_at_s=0.0)) as sandbox:
-            return await make_agent("external", command=(sys.executable, str(SCAFFOLD), course)).run(
+            return await make_agent("external", command=command or (sys.executable, str(SCAFFOLD), course)).run(
                 TASK,
                 episode_id="e",
                 sandbox=sandbox,
@@ -162,6 +166,61 @@ def test_what_a_scaffold_leaves_running_is_ended(model: str) -> None:
     assert run(model, "leaves", ScriptedEngine(script(model, "ls"))).end_reason is EndReason.SUBMITTED
     left = [p for p in psutil.process_iter(["cmdline", "create_time"]) if p.info["cmdline"] == ["sleep", "600"]]
     assert not [p for p in left if p.info["create_time"] >= begun - 1]
+
+
+_WORKER = """
+import asyncio, os, sys
+from farm.agent import make_agent
+from farm.engine.scripted import ScriptedEngine
+from farm.protocols import SandboxSpec
+from farm.render.chat import ChatRenderer
+from farm.sandbox.fake import FakeProvider
+from farm.types import InlineFiles, Limits, SamplingParams, Task
+
+async def main(model, scaffold):
+    task = Task(instance_id="t", dataset="d", repo="r", base_commit="0", problem_statement="p", patch="", test_patch="",
+                fail_to_pass=(), pass_to_pass=(), eval_script="", log_parser="pytest", workspace=InlineFiles(files={}))
+    async with FakeProvider().open(SandboxSpec(owner="t", deadline_at_s=0.0)) as sandbox:
+        await make_agent("external", command=(sys.executable, scaffold, "hides")).run(
+            task, episode_id="e", sandbox=sandbox, engine=ScriptedEngine(lambda _: [0]), renderer=ChatRenderer(model),
+            sampling=SamplingParams(), limits=Limits(tool_s=1.0, agent_s=100.0, episode_s=200.0), min_step=0)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+def test_a_killed_worker_takes_its_scaffold_with_it(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what made sessions of its own, whose parents are gone, and the folder."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with subprocess.Popen([sys.executable, "-c", _WORKER, model, str(SCAFFOLD)]) as worker:
+        family = wait_for(lambda: next(tmp_path.glob("farm-scaffold-*/family"), None))
+        hidden = [psutil.Process(int(pid)) for pid in wait_for(lambda: family.read_text().split())]
+        shown = psutil.Process(worker.pid).children(recursive=True)
+        assert len({*hidden, *shown}) > len(hidden)
+        worker.kill()
+    _, alive = psutil.wait_procs({*hidden, *shown}, timeout=20)
+    assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
+    wait_for(lambda: not list(tmp_path.iterdir()))
+
+
+def wait_for(look: Callable[[], T]) -> T:
+    """What ``look`` says once it says something."""
+    until = time.monotonic() + 30
+    while not (found := look()):
+        assert time.monotonic() < until, "in vain"
+        time.sleep(0.02)
+    return found
+
+
+def test_a_command_is_found_from_where_the_farm_was_started(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tool").symlink_to("/bin/true")
+    monkeypatch.chdir(tmp_path)
+    engine = ScriptedEngine(script(model, "ls"))
+    assert run(model, "", engine, command=("./tool",)).end_reason is EndReason.SUBMITTED
 
 
 def test_a_scaffold_that_breaks_is_a_defect_of_the_agent(model: str) -> None:

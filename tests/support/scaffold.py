@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 BASE, TOKEN, SESSION = (os.environ[name] for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY", "FARM_SESSION_URL"))
 
@@ -58,8 +59,15 @@ def main(course: str) -> None:
     elif course == "hangs":
         subprocess.Popen(["sleep", "600"])
         time.sleep(600)
+    elif course == "hides":
+        subprocess.Popen(["setsid", "--fork", "bash", "-c", "setsid sleep 600 & echo $$ $! > family; wait"])
+        while not Path("family").exists():
+            time.sleep(0.01)
+        print("hidden", flush=True)
+        time.sleep(600)
     elif course == "leaves":
         subprocess.Popen(["sleep", "600"])
+        subprocess.Popen(["setsid", "--fork", "sleep", "600"])
     elif course == "probes":
         chat = [{"role": "user", "content": "x"}]
         url = f"{BASE}/chat/completions"
