@@ -5,7 +5,7 @@ SHELL := bash
 BIN := .venv/bin
 PROFILE ?= full
 
-.PHONY: reproduce test test-swebench test-sandboxes test-clusters test-sglang test-harbor check bench bench-sglang datasets base-policy ci setup
+.PHONY: reproduce test test-swebench test-sandboxes test-clusters test-sglang test-harbor test-scaffold check bench bench-sglang datasets base-policy ci setup
 reproduce: .venv/ready
 	$(BIN)/harness reproduce --all --profile $(PROFILE)
 
@@ -21,6 +21,9 @@ test-sandboxes: .venv/ready
 
 test-harbor:  # with the real harbor package, in its own build/harbor-venv; needs Python 3.12 or 3.13
 	ci/harbor.sh
+
+test-scaffold:  # the agent "external" with the real mini-swe-agent, in its own .venv-mini
+	ci/mini_swe_agent.sh
 
 # Clusters: ssh, cut networks, Slurm, a double of Kubernetes; as root, installs what is missing.
 test-clusters: .venv/ready

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The agent "external" with the real mini-swe-agent, in a virtual environment of its own (.venv-mini). Its loop needs only
-# a few of its dependencies, so only those are installed. About a minute (60 MB).
+# The agent "external" with the real mini-swe-agent, in a virtual environment of its own (.venv-mini), up to a step of the
+# trainer on what it did. Its loop needs only a few of its dependencies, so only those are installed. About a minute (60 MB).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 make --silent setup

@@ -1,7 +1,7 @@
 """mini-swe-agent 2.x as the farm's agent: its own loop, unchanged, with the policy and the sandbox of an episode.
 
     farm rollout --tasks ... --agent external --set renderer.name=chat \\
-        --set 'agent.command=["mini-venv/bin/python", "examples/mini_swe_agent.py"]'
+        --set agent.command="['$PWD/mini-venv/bin/python', '$PWD/examples/mini_swe_agent.py']"
 
 It lives in a virtual environment of its own: ``pip install mini-swe-agent``. Nothing of it knows of the farm but the
 two classes below, which speak to the session: ``Policy`` by OpenAI's chat API, ``FarmSandbox`` by ``/exec``.

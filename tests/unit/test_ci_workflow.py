@@ -33,3 +33,11 @@ def test_every_script_it_calls_is_there() -> None:
     scripts = {found for run in runs for found in re.findall(r"\bci/[\w-]+\.sh", run)}
     assert scripts
     assert all((ROOT / script).is_file() for script in scripts)
+
+
+def test_every_script_that_tests_a_real_thing_is_run() -> None:
+    by_hand = {"setup", "gate", "show-gate", "allow-namespaces"}
+    scripts = {path.stem for path in (ROOT / "ci").glob("*.sh")} - by_hand
+    assert scripts == set(JOBS["back-ends"]["strategy"]["matrix"]["script"])
+    makefile = (ROOT / "Makefile").read_text()
+    assert all(f"ci/{script}.sh" in makefile for script in scripts)
