@@ -19,6 +19,8 @@ from cluster_kinds import make_attempt, start_cluster
 from farm.cluster import Cluster, Finished
 from farm.config import ClusterConfig
 from farm.errors import UsageError
+from farm.trajectory_log import DirectoryLog
+from farm.types import Cursor, Graded
 
 RUNNER = """
 import asyncio, os
@@ -139,6 +141,25 @@ def test_work_on_a_scheduler_of_others_over_tls(scheduler: ClusterConfig) -> Non
                 await cluster.close()
 
     asyncio.run(main())
+
+
+def test_the_command_line_joins_it(scheduler: ClusterConfig, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command = [
+        *(sys.executable, "-m", "farm.cli", "rollout", "--tasks", "micro:rl", "--limit", "2", "--attempts", "2"),
+        *("--agent", "oracle", "--run", str(run), "--cluster", scheduler.address),
+    ]
+    names = ("tls_ca", "tls_cert", "tls_key")
+    certificates = [part for n in names for part in ("--set", f"cluster.{n}={getattr(scheduler, n)}")]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 2
+    assert "tls_ca, tls_cert and tls_key" in refused.stderr
+    done = subprocess.run([*command, *certificates], capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with DirectoryLog(run / "trajectories", create=False) as log:
+        rows = [row for _, row in log.read(Cursor())]
+    assert [row.outcome.reward for row in rows if isinstance(row.outcome, Graded)] == [1.0] * 4
+    assert len({row.worker for row in rows}) == 1
 
 
 async def start(config: ClusterConfig, **options: object) -> Cluster:
