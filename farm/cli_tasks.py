@@ -49,15 +49,30 @@ def grade(dataset: str, predictions: Path, logs: Path, out: Path, run_id: str | 
 @click.option("--model", required=True, help="model_name_or_path of the predictions.")
 @click.option("--index", type=click.IntRange(min=0), default=0, show_default=True, help="Which attempt of each task.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("predictions.jsonl"), show_default=True)
+@click.option("--report", type=click.Path(path_type=Path), metavar="FOLDER",
+              help="Also write the official tree of logs and reports, and SWE-bench's run report.")  # fmt: skip
+@click.option("--run-id", help="For --report; never used before in FOLDER. Default: made of the time.")
 @one_line_errors
-def predictions(run_path: Path, model: str, index: int, out: Path) -> None:
-    """Write what the agents of RUN handed in as SWE-bench predictions."""
+def predictions(run_path: Path, model: str, index: int, out: Path, report: Path | None, run_id: str | None) -> None:
+    """Write what the agents of RUN handed in as SWE-bench predictions and, with --report, how it was graded."""
+    from farm.errors import UsageError
     from farm.offline_grading import predictions_of, write_predictions
+    from farm.run_report import report_run
 
+    if run_id is not None and report is None:
+        raise UsageError("--run-id belongs to --report FOLDER; give both")
     found, failed = predictions_of(run_path, model=model, index=index)
+    done = None if report is None else report_run(run_path, model=model, out=report, index=index, run_id=run_id)
     write_predictions(out, found)
     left_out = f"; {failed} attempts failed and are left out" if failed else ""
     click.echo(f"{out}: {len(found)} predictions of {model}{left_out}")
+    if done is not None:
+        total, resolved = done.report["total_instances"], done.report["resolved_instances"]
+        click.echo(f"resolved: {_share(resolved, total)} of all, as the official report counts", nl=False)
+        click.echo(f"; {_share(resolved, total - failed)} without {failed} infrastructure failures" if failed else "")
+        if done.without_log:
+            click.echo(f"log not kept, so errors in the report: {', '.join(done.without_log)[:300]}")
+        click.echo(f"run report: {done.path}")
 
 
 @click.command()

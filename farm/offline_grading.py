@@ -21,15 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from farm.errors import FarmError, GraderError, UsageError
+from farm.grader.kept_logs import LOG, PATCH, REPORT, SCRIPT
 from farm.grader.official import OfficialGrading, check_installed
 from farm.suites.swebench_rows import official_row
-from farm.types import Cursor, Graded, Task
+from farm.types import Cursor, Evidence, Graded, Task, Trajectory
 
 MAX_LOG_BYTES = 64 << 20
 
 _NAME = re.compile(r"(?!\.+$)[\w.+-]+")
 _TREE = Path("logs") / "run_evaluation"
-_LOG = "test_output.txt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,20 +103,25 @@ def write_predictions(path: Path, predictions: Sequence[Prediction]) -> None:
     path.write_text("".join(json.dumps(prediction.official) + "\n" for prediction in predictions))
 
 
-def predictions_of(run_path: Path, *, model: str, index: int = 0) -> tuple[list[Prediction], int]:
-    """What attempt ``index`` of every task of a run handed in, and how many of them failed and are left out. Raises
-    UsageError."""
+def attempts_of(run_path: Path, *, index: int) -> tuple[list[tuple[Trajectory, Evidence]], int]:
+    """Attempt ``index`` of every task of a run, as graded, by instance id; and how many of them failed and are left
+    out. Raises UsageError."""
     from farm.run_folder import RunFolder
     from farm.trajectory_log import DirectoryLog
 
     log = DirectoryLog(RunFolder.open(run_path).trajectories, create=False)
     rows = [row for _, row in log.read(Cursor()) if row.index == index]
-    graded = [row for row in rows if isinstance(row.outcome, Graded)]
-    if not graded:
+    last = {row.instance_id: (row, row.outcome.evidence) for row in rows if isinstance(row.outcome, Graded)}
+    if not last:
         raise UsageError(f"{run_path}: no graded attempt {index} has landed; run one, or give another --index")
-    last = {row.instance_id: row for row in graded}
-    found = [Prediction(instance_id=name, model=model, patch=row.patch) for name, row in sorted(last.items())]
-    return found, len(rows) - len(graded)
+    return [last[name] for name in sorted(last)], sum(not isinstance(row.outcome, Graded) for row in rows)
+
+
+def predictions_of(run_path: Path, *, model: str, index: int = 0) -> tuple[list[Prediction], int]:
+    """What attempt ``index`` of every task of a run handed in, and how many of them failed and are left out. Raises
+    UsageError."""
+    rows, failed = attempts_of(run_path, index=index)
+    return [Prediction(instance_id=row.instance_id, model=model, patch=row.patch) for row, _ in rows], failed
 
 
 def _prediction(entry: Any, where: str) -> Prediction:
@@ -153,6 +158,19 @@ def grade_logs(
     model = _check(rows, predictions)
     if not logs.is_dir():
         raise UsageError(f"--logs {logs}: no such folder; give the one with the test logs")
+    if grading is None:
+        check_installed()
+        grading = OfficialGrading()
+    run_id, tree = new_tree(out, run_id=run_id, model=model, dataset=dataset, now=now)
+    predictions_path = out / "predictions.jsonl"
+    write_predictions(predictions_path, predictions)
+    work = _grade(rows, predictions, logs, out, tree, run_id, grading)
+    return asyncio.run(work)
+
+
+def new_tree(out: Path, *, run_id: str | None, model: str, dataset: str, now: Callable[[], float]) -> tuple[str, Path]:
+    """Begin the official tree of one run and one model below ``out``: its run id, made of the time where none is given,
+    and the folder for its instances. Raises UsageError when the run id is not a new one."""
     run_id = run_id or time.strftime("farm-%Y%m%d-%H%M%S", time.gmtime(now()))
     if not _NAME.fullmatch(run_id):
         raise UsageError(f"--run-id {run_id!r}: only letters, digits and _ . + -")
@@ -162,16 +180,11 @@ def grade_logs(
             f"--run-id {run_id}: {tree} is there already; results are known by run id, so give a fresh one (or another "
             "--out)"
         )
-    if grading is None:
-        check_installed()
-        grading = OfficialGrading()
-    tree.mkdir(parents=True)
+    instances = tree / _folder(model)
+    instances.mkdir(parents=True)
     facts = {"dataset": dataset, "split": None, "task_repo": None, "created_at": now()}
     (tree / "run.json").write_text(json.dumps(facts, indent=4))
-    predictions_path = out / "predictions.jsonl"
-    write_predictions(predictions_path, predictions)
-    work = _grade(rows, predictions, logs, out, tree / _folder(model), run_id, grading)
-    return asyncio.run(work)
+    return run_id, instances
 
 
 def _check(rows: Mapping[str, Any], predictions: Sequence[Prediction]) -> str:
@@ -243,17 +256,17 @@ async def _grade_one(
     script = await grading.eval_script(row)
     grade = await grading.grade(row, patch=prediction.patch, model=prediction.model, log=text)
     folder.mkdir(parents=True)
-    (folder / _LOG).write_text(text)
-    (folder / "patch.diff").write_text(prediction.patch or "")
-    (folder / "eval.sh").write_text(script)
-    (folder / "report.json").write_text(json.dumps({prediction.instance_id: grade.report}, indent=4))
+    (folder / LOG).write_text(text)
+    (folder / PATCH).write_text(prediction.patch or "")
+    (folder / SCRIPT).write_text(script)
+    (folder / REPORT).write_text(json.dumps({prediction.instance_id: grade.report}, indent=4))
 
 
 def _log_of(logs: Path, prediction: Prediction) -> Path | None:
     name = prediction.instance_id
     places = (
-        logs / name / _LOG,
-        logs / _folder(prediction.model) / name / _LOG,
+        logs / name / LOG,
+        logs / _folder(prediction.model) / name / LOG,
         logs / f"{name}.log",
         logs / f"{name}.txt",
     )

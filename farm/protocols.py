@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from farm.types import (
@@ -257,6 +258,15 @@ class MachineGrader(Protocol):
 
     async def grade_machine(self, task: Task, *, sandbox: Sandbox, limits: Limits) -> Graded:
         """Grade what is in the agent's own ``sandbox``. Raises ``GraderError`` when it can't be carried out."""
+        ...
+
+
+@runtime_checkable
+class LogKeeper(Protocol):
+    """A grader that can keep the whole logs of what it grades."""
+
+    def keep_logs(self, folder: Path) -> None:
+        """From now on, in ``folder``, which all workers share."""
         ...
 
 

@@ -7,6 +7,7 @@
       trajectories/    the trajectory log (farm to trainer)
       policies/        the policy log (trainer to farm)
       logs/            what the processes said
+      graded/          whole test logs of an evaluation on rows of SWE-bench
       trainer/         metrics.jsonl, checkpoints/
 
 The folder is the run: started again on it, farm and trainer go on from where the two logs say they are.
@@ -36,6 +37,7 @@ _README = """# A run of Rollout Farm
 | `trainer/metrics.jsonl` | one line per training step | the trainer |
 | `trainer/checkpoints/` | weights, optimizer, random state and cursor | the trainer |
 | `logs/` | what each process said | all |
+| `graded/` | of an evaluation on SWE-bench: the whole test logs, for `farm predictions --report` | the farm's workers |
 
 Look into it:
 
@@ -98,6 +100,11 @@ class RunFolder:
     @property
     def trajectories(self) -> Path:
         return self.path / "trajectories"
+
+    @property
+    def graded(self) -> Path:
+        """See :mod:`farm.grader.kept_logs`."""
+        return self.path / "graded"
 
     @property
     def policies(self) -> Path:

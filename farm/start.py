@@ -157,6 +157,7 @@ async def running_farm(
             model_path=model_path,
             fault_rate=config.inject.rate,
             fault_seed=config.inject.seed,
+            graded_path=str(run.graded) if config.rollout.purpose == "eval" else "",  # training would fill a disk
         )
         cluster = await opened.start(
             workers=minimum,

@@ -12,6 +12,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 from farm.agent import make_agent
@@ -28,6 +29,7 @@ from farm.protocols import (
     ExecResult,
     GenerateRequest,
     Generation,
+    LogKeeper,
     Renderer,
 )
 from farm.render import make_renderer
@@ -63,6 +65,7 @@ class WorkerOptions:
     fault_rate: float = 0.0
     fault_seed: int = 0
     provider_options: Mapping[str, Any] = field(default_factory=dict)
+    graded_path: str = ""  # where graders that can keep whole test logs do so; "": they aren't kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +121,8 @@ class EpisodeWorker:
             self._provider = SlowStarts(self._provider, options.start_delay_s)
         self._agent = make_agent(options.agent, command=options.agent_command)
         self._grader = make_grader(options.grader)
+        if options.graded_path and isinstance(self._grader, LogKeeper):
+            self._grader.keep_logs(Path(options.graded_path))
         self._renderer: Renderer = (
             make_renderer(options.renderer, options.model_path) if options.model_path else NoRenderer()
         )

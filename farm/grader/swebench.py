@@ -20,12 +20,15 @@ under test prints between the markers counts, as it does there.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import shlex
 from collections.abc import Mapping
+from pathlib import Path
 
 from farm.errors import GraderError
 from farm.grader import MAX_LOG_BYTES
+from farm.grader.kept_logs import keep, kept_log
 from farm.grader.official import OfficialGrade, OfficialGrading, check_installed
 from farm.grader.official_log import OfficialLog, mark, official_log
 from farm.grader.tests import not_resolved
@@ -64,6 +67,11 @@ class SwebenchGrader:
         if official is None:
             check_installed()
         self._official = official or OfficialGrading()
+        self._kept: Path | None = None
+
+    def keep_logs(self, folder: Path) -> None:
+        """See ``farm.protocols.LogKeeper``; in the layout of ``farm.grader.kept_logs``."""
+        self._kept = folder
 
     async def close(self) -> None:
         """End the grading process."""
@@ -72,7 +80,8 @@ class SwebenchGrader:
     async def grade(self, task: Task, patch: str, *, sandbox: Sandbox, limits: Limits) -> Evidence:
         """Grade ``patch``; see the module. Raises GraderError."""
         row = official_row(task)
-        script = mark(await self._official.eval_script(row), secrets.token_hex(8))
+        official_script = await self._official.eval_script(row)
+        script = mark(official_script, secrets.token_hex(8))
         if script is None:
             raise GraderError(
                 f"{task.instance_id}: the eval script does not write both markers on lines of their own",
@@ -91,21 +100,40 @@ class SwebenchGrader:
         log = official_log(result.output, script)
         ended_early = await _ended_early(task, result, log, sandbox, limits)
         if ended_early is not None:
-            return not_resolved(
+            evidence = not_resolved(
                 task, f"{ended_early}\n{log.text[-_TAIL:]}", patch_applied=True, exit_code=result.exit_code
             )
+            await self._keep(task, patch, official_script, log.text, None, evidence)
+            return evidence
         graded = await self._official.grade(row, patch=patch, model=_MODEL, log=log.text)
         statuses = _statuses(task, graded)
         if not graded.resolved and "MISSING" in statuses.values():
             reason = await self._official.classify(log.text)
             if reason is not None:
                 raise GraderError(f"{task.instance_id}: {reason}: {log.text[-500:]}", kind=reason)
-        return Evidence(
+        evidence = Evidence(
             statuses=statuses,
             resolved=graded.resolved,
             patch_applied=True,  # the official report's own flag says whether the log has results
             exit_code=result.exit_code if log.exit_code is None else log.exit_code,
             log_tail=log.text[-_TAIL:],
+        )
+        await self._keep(task, patch, official_script, log.text, graded, evidence)
+        return evidence
+
+    async def _keep(
+        self, task: Task, patch: str, script: str, log: str, graded: OfficialGrade | None, evidence: Evidence
+    ) -> None:
+        if self._kept is None:
+            return
+        await asyncio.to_thread(
+            keep,
+            kept_log(self._kept, instance_id=task.instance_id, patch=patch, log_tail=evidence.log_tail),
+            instance_id=task.instance_id,
+            patch=patch,
+            script=script,
+            log=log,
+            report=None if graded is None else graded.report,
         )
 
 

@@ -6,23 +6,30 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from farm.cli import main
+from farm.config import load_config
 from farm.errors import GraderError
 from farm.grader import grading_spec, make_grader
 from farm.grader.official import OfficialGrading
 from farm.grader.swebench import SwebenchGrader
 from farm.protocols import Sandbox, SandboxSpec
 from farm.sandbox import make_provider
+from farm.start import open_run
 from farm.suites.patch import unified
 from farm.suites.qualify import qualify_source
 from farm.suites.repo import make_repo
-from farm.types import Evidence, ImageFiles, Limits, Task
+from farm.tasks import load_tasks
+from farm.trajectory_log import DirectoryLog
+from farm.types import Attempt, Episode, Evidence, ImageFiles, Limits, Task
+from farm.worker import EpisodeWorker, Receipt, WorkerOptions
 
 BUG, FIX = "def add(a, b):\n    return a - b\n", "def add(a, b):\n    return a + b\n"
 FILES = {"calc.py": BUG, "setup.py": "print('installed')\n", "test_calc.py": "def test_nothing():\n    pass\n"}
@@ -186,16 +193,76 @@ class WithRepository:
         return 0
 
 
-def test_rows_are_qualified_as_rollouts_grade_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("farm.sandbox.make_provider", lambda *_, **__: WithRepository())
-    names = ("repo", "base_commit", "patch", "test_patch", "problem_statement", "version", "eval_script", "log_parser")
+def rows(folder: Path, patches: Mapping[str, str]) -> str:
+    """A file of rows like that of ``TASK``, with other gold patches; its spec."""
+    names = ("repo", "base_commit", "test_patch", "problem_statement", "version", "eval_script", "log_parser")
     row = {name: getattr(TASK, name) for name in (*names, "image", "eval_type")} | {
         "FAIL_TO_PASS": TASK.fail_to_pass,
         "PASS_TO_PASS": TASK.pass_to_pass,
     }
-    rows = [row | {"instance_id": "o__calc-1"}, row | {"instance_id": "o__calc-2", "patch": OTHER}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
-    found = qualify_source(f"swebench:{tmp_path / 'rows.jsonl'}", runs=1, say=lambda _: None)
+    lines = [json.dumps(row | {"instance_id": name, "patch": patch}) for name, patch in patches.items()]
+    (folder / "rows.jsonl").write_text("\n".join(lines))
+    return f"swebench:{folder / 'rows.jsonl'}"
+
+
+def test_rows_are_qualified_as_rollouts_grade_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farm.sandbox.make_provider", lambda *_, **__: WithRepository())
+    spec = rows(tmp_path, {"o__calc-1": TASK.patch, "o__calc-2": OTHER})
+    found = qualify_source(spec, runs=1, say=lambda _: None)
     assert (found.tasks, found.qualified) == (2, 1)
     assert found.quarantined[0].instance_id == "o__calc-2"
     assert found.quarantined[0].reason.startswith("gold patch: not resolved")
+
+
+def test_a_run_gives_the_official_report_and_its_logs_are_graded_to_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a worker of the farm to SWE-bench's own files, and back in through ``farm grade``."""
+    monkeypatch.setattr("farm.worker.make_provider", lambda *_, **__: WithRepository())
+    spec = rows(tmp_path, {"o__calc-1": TASK.patch, "o__calc-2": OTHER, "o__calc-3": TASK.patch})
+    config = load_config(overrides={"rollout": {"tasks": spec, "purpose": "eval"}})
+    run = open_run(tmp_path / "run", config)
+    options = WorkerOptions(
+        log_path=str(run.trajectories), provider="toy", agent="oracle", renderer="chat", grader="swebench",
+        model_path="", graded_path=str(run.graded),
+    )  # fmt: skip
+
+    async def attempts() -> None:
+        worker = EpisodeWorker(worker="w", options=options)
+        for task in load_tasks(spec)[:2]:
+            episode = Episode(task=task, group_id=task.instance_id, index=0, group_size=1, seed=0, limits=LIMITS)
+            attempt = Attempt(episode=episode, number=1, engine_url="", min_version=0, queued_at_s=time.time())
+            assert isinstance(await worker.run(attempt), Receipt)
+        await worker.close()
+
+    asyncio.run(attempts())
+    with DirectoryLog(run.trajectories) as log:
+        log.seal()
+    out = tmp_path / "official"
+    command = [
+        "predictions",
+        str(run.path),
+        "--model",
+        "org/m",
+        "--out",
+        str(tmp_path / "p.jsonl"),
+        "--report",
+        str(out),
+    ]
+    told = CliRunner().invoke(main, [*command, "--run-id", "one"])
+    assert told.exit_code == 0, told.output
+    assert "resolved: 33.3 % (1/3)" in told.output
+    report = json.loads((out / "org__m.one.json").read_text())
+    assert (report["resolved_ids"], report["unresolved_ids"]) == (["o__calc-1"], ["o__calc-2"])
+    assert (report["incomplete_ids"], report["error_ids"]) == (["o__calc-3"], [])
+    tree = out / "logs" / "run_evaluation" / "one"
+    assert "PASSED test_calc.py::test_add" in (tree / "org__m" / "o__calc-1" / "test_output.txt").read_text()
+
+    again = CliRunner().invoke(
+        main,
+        ["grade", "--dataset", spec, "--predictions", str(tmp_path / "p.jsonl"), "--logs", str(tree), "--out",
+         str(tmp_path / "again"), "--run-id", "two"],
+    )  # fmt: skip
+    assert again.exit_code == 0, again.output
+    second = json.loads((tmp_path / "again" / "org__m.two.json").read_text())
+    assert {key: second[key] for key in report} == report

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from farm.errors import GraderError, SandboxLostError
 from farm.grader import grading_spec
+from farm.grader.kept_logs import kept_log
 from farm.grader.official import OfficialGrade
 from farm.grader.swebench import SwebenchGrader
 from farm.protocols import ExecResult
@@ -102,12 +105,19 @@ def shell(
 
 
 def grade(
-    provider: FakeProvider, official: Official | None = None, *, patch: str = "a patch", task: Task = TASK
+    provider: FakeProvider,
+    official: Official | None = None,
+    *,
+    patch: str = "a patch",
+    task: Task = TASK,
+    kept: Path | None = None,
 ) -> Evidence:
     async def main() -> Evidence:
         spec = grading_spec(task, limits=LIMITS, owner="test", deadline_at_s=0.0)
         async with provider.open(spec) as sandbox:
             grader = SwebenchGrader(official or Official())  # type: ignore[arg-type]
+            if kept is not None:
+                grader.keep_logs(kept)
             return await grader.grade(task, patch, sandbox=sandbox, limits=LIMITS)
 
     return asyncio.run(main())
@@ -129,6 +139,36 @@ def test_the_official_verdict_is_the_grade(
     evidence = grade(FakeProvider(shell(*lines, tests_exit=tests_exit)))
     assert evidence.statuses == dict(zip(("t1", "t2"), statuses, strict=True))
     assert (evidence.resolved, evidence.patch_applied, evidence.exit_code) == (resolved, True, tests_exit)
+
+
+def found(kept: Path, evidence: Evidence) -> Path:
+    return kept_log(kept, instance_id=TASK.instance_id, patch="a patch", log_tail=evidence.log_tail)
+
+
+def test_the_whole_log_is_kept_where_its_row_finds_it(tmp_path: Path) -> None:
+    official = Official()
+    lines = ("PASSED t1", "PASSED t2", *("x" * 100 for _ in range(100)))
+    place = found(tmp_path, grade(FakeProvider(shell(*lines)), official, kept=tmp_path))
+    assert (place / "test_output.txt").read_text() == official.logs[0]
+    assert len(official.logs[0]) > 10_000
+    assert (place / "patch.diff").read_text() == "a patch"
+    assert (place / "eval.sh").read_text() == SCRIPT
+    assert json.loads((place / "report.json").read_text())[TASK.instance_id]["resolved"] is True
+    grade(FakeProvider(shell(*lines)), kept=tmp_path)  # the markers have another random word, the end is the same
+    other = found(tmp_path, grade(FakeProvider(shell("FAILED t1")), kept=tmp_path))
+    assert other != place
+    assert sorted(path.name for path in place.parent.iterdir()) == sorted([place.name, other.name])
+
+
+def test_a_log_without_a_verdict_is_kept_without_a_report(tmp_path: Path) -> None:
+    place = found(tmp_path, grade(FakeProvider(shell("PASSED t1", end=False, timed_out=True)), kept=tmp_path))
+    assert sorted(path.name for path in place.iterdir()) == ["eval.sh", "patch.diff", "test_output.txt"]
+
+
+def test_a_log_that_can_not_be_kept_changes_no_grade(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    assert grade(FakeProvider(shell("PASSED t1", "PASSED t2")), kept=tmp_path / "file").resolved
+    assert "o__r-1 is not kept" in caplog.text
 
 
 def test_the_exit_status_of_the_script_is_not_that_of_the_tests() -> None:

@@ -16,11 +16,14 @@ from farm import offline_grading
 from farm.cli import main
 from farm.config import load_config
 from farm.errors import UsageError
+from farm.grader.kept_logs import keep, kept_log
 from farm.grader.official import OfficialGrading
 from farm.offline_grading import grade_logs, read_predictions
+from farm.run_folder import RunFolder
+from farm.run_report import report_run
 from farm.start import open_run
 from farm.trajectory_log import DirectoryLog
-from farm.types import Boundary, Failed, ImageFiles, Task
+from farm.types import Boundary, Cursor, Failed, Graded, ImageFiles, Task
 
 STUB = Path(__file__).parents[1] / "support" / "official_stub.py"
 GOOD = {"instance_id": "o__r-1", "model_name_or_path": "org/model", "model_patch": "good"}
@@ -164,6 +167,59 @@ def test_what_a_run_handed_in(tmp_path: Path) -> None:
     none = CliRunner().invoke(main, ["predictions", str(run.path), "--model", "a/b", "--index", "7"])
     assert none.exit_code == 2
     assert "no graded attempt 7" in none.stderr
+
+
+def evaluated(tmp_path: Path) -> RunFolder:
+    """A run on three rows: one graded with its log kept, one whose log is gone, one that failed."""
+    lines = [
+        {
+            **dict.fromkeys(("repo", "base_commit", "patch", "test_patch", "problem_statement", "version"), "x"),
+            "eval_script": ": '>>>>> Start Test Output'\n: '>>>>> End Test Output'\n",
+            "log_parser": "p",
+            "image": "i",
+            "FAIL_TO_PASS": ["t"],
+            "PASS_TO_PASS": [],
+            "instance_id": f"o__r-{number}",
+        }
+        for number in range(3)
+    ]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = open_run(tmp_path / "run", load_config(overrides={"rollout": {"tasks": f"swebench:{rows}"}}))
+    failed = Failed(boundary=Boundary.ENGINE, kind="x", message="", retryable=True)
+    with DirectoryLog(run.trajectories) as log:
+        for number, outcome in enumerate((1.0, 0.0, failed)):
+            log.append(replace(row(f"g{number}", 0, outcome), instance_id=f"o__r-{number}", patch="a patch"))
+        log.seal()
+    (kept,) = (
+        kept_log(run.graded, instance_id=r.instance_id, patch=r.patch, log_tail=r.outcome.evidence.log_tail)
+        for _, r in DirectoryLog(run.trajectories, create=False).read(Cursor())
+        if isinstance(r.outcome, Graded) and r.outcome.reward
+    )
+    keep(kept, instance_id="o__r-0", patch="a patch", script="eval", log="all of it", report={"resolved": True})
+    return run
+
+
+def test_a_run_of_the_farm_has_its_official_files(tmp_path: Path) -> None:
+    run, out = evaluated(tmp_path), tmp_path / "official"
+    done = report_run(run.path, model="org/model", out=out, run_id="r1", grading=Grading())
+    assert done.report["completed_ids"] == ["o__r-0"]
+    assert (done.failed, done.without_log) == (1, ("o__r-1",))
+    tree = out / "logs" / "run_evaluation" / "r1"
+    assert (tree / "org__model" / "o__r-0" / "test_output.txt").read_text() == "all of it"
+    assert (tree / "run.json").exists()
+    assert [p.instance_id for p in read_predictions(out / "predictions.jsonl")] == ["o__r-0", "o__r-1"]
+    with pytest.raises(UsageError, match="--run-id r1"):
+        report_run(run.path, model="org/model", out=out, run_id="r1", grading=Grading())
+
+
+def test_official_files_are_of_runs_on_rows(tmp_path: Path) -> None:
+    run = open_run(tmp_path / "run", load_config(None))
+    with pytest.raises(UsageError, match="was graded by 'tests'"):
+        report_run(run.path, model="m", out=tmp_path / "out")
+    alone = CliRunner().invoke(main, ["predictions", str(run.path), "--model", "m", "--run-id", "r"])
+    assert alone.exit_code == 2
+    assert "--report FOLDER" in alone.stderr
 
 
 def test_no_logs_folder(tmp_path: Path) -> None:
