@@ -45,12 +45,13 @@ class ImageStore:
         pulls_per_minute: float,
         budget_bytes: int,
         now: Callable[[], float] = time.time,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._daemon = daemon
         self._folder = folder
         self._per_s = pulls_per_minute / 60.0
         self._budget = budget_bytes
-        self._now = now
+        self._now, self._sleep = now, sleep
         self._noted: dict[str, float] = {}  # when this process last saw an image, and wrote its use down
         self._workdirs: dict[str, str] = {}
 
@@ -109,7 +110,7 @@ class ImageStore:
                     return
             if self._now() + _TURN_S > deadline_at_s:
                 raise SandboxStartError(f"image {name}: another process is still at it", kind="image_wait")
-            await asyncio.sleep(_TURN_S)
+            await self._sleep(_TURN_S)
 
     async def _pull(self, name: str, deadline_at_s: float) -> None:
         if self._budget:
@@ -167,21 +168,24 @@ class ImageStore:
         return found
 
     async def _wait_for_turn(self, name: str, deadline_at_s: float) -> None:
-        at_s = await asyncio.to_thread(self._reserve, registry_of(name))
-        if at_s > deadline_at_s:
-            raise SandboxStartError(
-                f"image {name}: its turn to be pulled comes {at_s - deadline_at_s:.0f} s after the deadline; "
-                "pull the images before the run with `farm images`",
-                kind="image_wait",
-            )
-        await asyncio.sleep(max(0.0, at_s - self._now()))
+        """Until ``name`` may be pulled. A turn is taken when it has come, never ahead: whoever waits, gives up or dies
+        waiting holds none, so the turns never run away from the pulls. Among those who wait there is no order."""
+        while (wait_s := await asyncio.to_thread(self._take_turn, registry_of(name))) > 0.0:
+            if self._now() + wait_s > deadline_at_s:
+                raise SandboxStartError(
+                    f"image {name}: no turn to pull it comes before the deadline; pull the images before the run with "
+                    "`farm images`",
+                    kind="image_wait",
+                )
+            await self._sleep(wait_s)
 
-    def _reserve(self, registry: str) -> float:
+    def _take_turn(self, registry: str) -> float:
+        """0.0: it is taken; or in how many seconds to ask again, which is no earlier than it can come."""
         with locked(self._folder / "pulls.json") as paces:
-            pace = Pace(**paces.get(registry, {}))
-            pace, at_s = pacing.reserve(pace, now_s=self._now(), per_s=self._per_s)
+            now_s = self._now()
+            pace, at_s = pacing.reserve(Pace(**paces.get(registry, {})), now_s=now_s, per_s=self._per_s, by_s=now_s)
             paces[registry] = _plain(pace)
-        return at_s
+        return at_s - now_s
 
     def _back_off(self, registry: str) -> None:
         with locked(self._folder / "pulls.json") as paces:
