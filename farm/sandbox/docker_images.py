@@ -173,8 +173,8 @@ class ImageStore:
         while (wait_s := await asyncio.to_thread(self._take_turn, registry_of(name))) > 0.0:
             if self._now() + wait_s > deadline_at_s:
                 raise SandboxStartError(
-                    f"image {name}: no turn to pull it comes before the deadline; raise docker.pulls_per_minute, or pull "
-                    "the images before the run with `farm images`",
+                    f"image {name}: no turn to pull it comes before the deadline; raise docker.pulls_per_minute, or "
+                    "pull the images before the run with `farm images`",
                     kind="image_wait",
                 )
             await self._sleep(wait_s)

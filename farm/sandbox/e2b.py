@@ -43,7 +43,9 @@ _CALL_S = 30.0  # one answer of a sandbox, beyond what it is asked to wait
 _TRIES = 5
 _PAUSES_S = (0.2, 0.5, 1.0, 2.0)
 _BACK_OFF_S = (2.0, 5.0, 10.0, 20.0)
-_CHECK_S = 15.0
+_CHECK_S = 60.0  # until the service has answered at all
+_LOOKS = 8  # at once, for templates
+_LOOK_S = 1.0  # for one of them, on the average
 _PAGE = 100
 
 _log = logging.getLogger(__name__)
@@ -119,13 +121,14 @@ class E2BProvider:
 
     async def check(self, images: Iterable[str]) -> None:
         """Is the key good, and has every image a template? Raises ``UsageError``."""
+        names = {image: self.template(image) for image in images}
+        wanted = sorted(set(names.values()))
         try:
-            async with asyncio.timeout(_CHECK_S):
-                await self._sdk.AsyncSandbox.list(limit=1, **self._account).next_items()
-            names = {image: self.template(image) for image in images}
-            there = await self._there(sorted(set(names.values())))
+            async with asyncio.timeout(_CHECK_S + _LOOK_S * len(wanted)):
+                await _tried(self._sdk.AsyncSandbox.list(limit=1, **self._account).next_items)
+                there = await self._there(wanted)
         except TimeoutError:
-            raise UsageError(f"sandbox 'e2b': no answer from the service in {_CHECK_S:g} s; is it reachable?") from None
+            raise UsageError("sandbox 'e2b': the service does not answer in time; is it reachable?") from None
         except Exception as error:
             judged = _judge(error, "create")
             advice = judged.advice or "is the service reachable?"
@@ -161,8 +164,21 @@ class E2BProvider:
         return self._templates.get(image) or template_name(image)
 
     async def _there(self, names: list[str]) -> set[str]:
-        found = await asyncio.gather(*(self._sdk.AsyncTemplate.exists(name, **self._account) for name in names))
-        return {name for name, known in zip(names, found, strict=True) if known}
+        """Those of ``names`` that are templates. A few are asked for at a time: a set of tasks has hundreds, and all at
+        once would look to the service like an attack. Raises what it raised last."""
+        looks = asyncio.Semaphore(_LOOKS)
+
+        async def known(name: str) -> bool:
+            async with looks:
+                return bool(await _tried(lambda: self._sdk.AsyncTemplate.exists(name, **self._account)))
+
+        tasks = [asyncio.ensure_future(known(name)) for name in names]
+        try:
+            found = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:  # one that failed for good spares the service the others
+                task.cancel()
+        return {name for name, there in zip(names, found, strict=True) if there}
 
     # --------------------------------------------------------------------------------------- creation
 
@@ -203,8 +219,7 @@ class E2BProvider:
         raise AssertionError("unreachable")
 
     async def _pause(self, kind: Next, number: int) -> None:
-        pauses = _BACK_OFF_S if kind is Next.BACK_OFF else _PAUSES_S
-        wait_s = pauses[min(number, len(pauses) - 1)] * random.uniform(0.8, 1.2)
+        wait_s = _pause_s(kind, number)
         if kind is Next.BACK_OFF:
             await self._limit.back_off(wait_s)
         await asyncio.sleep(wait_s)
@@ -319,10 +334,17 @@ async def _tried(call: Callable[[], Awaitable[T]]) -> T:
             async with asyncio.timeout(_CALL_S):
                 return await call()
         except Exception as error:
-            if _judge(error, "use").next not in (Next.RETRY, Next.BACK_OFF) or number == _TRIES - 1:
+            following = _judge(error, "use").next
+            if following not in (Next.RETRY, Next.BACK_OFF) or number == _TRIES - 1:
                 raise
-            await asyncio.sleep(_PAUSES_S[min(number, len(_PAUSES_S) - 1)])
+            await asyncio.sleep(_pause_s(following, number))
     raise AssertionError("unreachable")
+
+
+def _pause_s(kind: Next, number: int) -> float:
+    """Before try ``number`` + 1."""
+    pauses = _BACK_OFF_S if kind is Next.BACK_OFF else _PAUSES_S
+    return pauses[min(number, len(pauses) - 1)] * random.uniform(0.8, 1.2)
 
 
 def _deadline(metadata: Mapping[str, str]) -> float:

@@ -321,6 +321,29 @@ def test_bad_input_is_one_line_before_any_work(
     assert double.created == []
 
 
+@pytest.mark.parametrize("status", [429, 503, 0])
+def test_a_check_of_many_templates_is_no_attack_and_survives_a_refusal(
+    double: E2BDouble, tmp_path: Path, status: int
+) -> None:
+    images = [f"image-{number}" for number in range(300)]
+    made = provider(tmp_path, templates={image: image for image in images[:-1]})
+    double.built |= dict.fromkeys(images[:-1], "host")
+    for where in ("GET /v2/sandboxes$", "GET /templates/aliases/"):
+        double.faults.append(Fault(where=where, times=3, status=status, message="planned"))
+    asyncio.run(made.check(images[:-1]))
+    assert double.templates_at_once <= 8
+    with pytest.raises(UsageError, match=r"no template 'farm-image-299-\w+' for image 'image-299'; build it"):
+        asyncio.run(made.check(images))
+
+
+def test_a_service_that_keeps_refusing_is_told_after_a_few_tries(double: E2BDouble, tmp_path: Path) -> None:
+    double.faults.append(Fault(where="GET /templates/aliases/", times=10_000, status=429, message="rate limit"))
+    made = provider(tmp_path, templates={f"image-{number}": f"known-{number}" for number in range(300)})
+    with pytest.raises(UsageError, match=r"429.*raise the account's limits"):
+        asyncio.run(made.check(f"image-{number}" for number in range(300)))
+    assert sum(request.startswith("GET /templates/") for request in double.requests) <= 16 * 5
+
+
 def test_a_template_that_is_there_is_not_built_and_one_that_fails_is_told(double: E2BDouble, tmp_path: Path) -> None:
     made = provider(tmp_path, templates={"known": "base"})
     asyncio.run(made.prepare("known", deadline_at_s=time.time() + 20))
