@@ -24,6 +24,7 @@ from farm.types import Boundary, Limits, SamplingParams
 
 # Whole-attempt slack beyond the episode's own wall limit: the lease must outlive it (tool < agent < episode < lease).
 LEASE_SLACK_S = 30.0
+SANDBOX_GRACE_S = 15.0  # how much longer than its attempt a sandbox is asked for
 
 
 class _Section(BaseModel):
@@ -567,7 +568,8 @@ class FarmConfig(_Section):
             return self.docker.model_dump()
         if self.sandbox.provider == "e2b":
             options = self.e2b.model_dump()
-            return {**options, "ledger": options["ledger"] or ("" if run is None else str(run / "e2b"))}
+            ledger = options["ledger"] or ("" if run is None else str(run / "e2b"))
+            return {**options, "ledger": ledger, "life_s": self.limits.episode_s + SANDBOX_GRACE_S}
         return self.harbor.model_dump() if self.sandbox.provider == "harbor" else {}
 
     @model_validator(mode="after")
