@@ -61,7 +61,8 @@ def template_name(image: str) -> str:
 class E2BProvider:
     """``templates``: image -> template, where it isn't :func:`template_name`; ``creates_per_s`` and ``concurrent``: the
     account's limits; ``ledger``: folder that all workers share; ``user``: whom commands run as; ``internet``: may they
-    reach it; ``vcpus`` and ``memory_mb``: of the templates that are built here. One event loop at a time."""
+    reach it; ``vcpus`` and ``memory_mb``: of the templates that are built here; ``life_s``: the longest that a sandbox
+    will be asked for (0: not known). One event loop at a time."""
 
     name = "e2b"
 
@@ -77,6 +78,7 @@ class E2BProvider:
         domain: str = "",
         vcpus: int = 2,
         memory_mb: int = 1024,
+        life_s: float = 0.0,
     ) -> None:
         self._sdk = sdk("e2b", oldest=(2, 63), below=3)  # 3 drops the addresses that tests go to
         key = os.environ.get("E2B_API_KEY", "")
@@ -88,6 +90,7 @@ class E2BProvider:
         self._user = user
         self._internet = internet
         self._vcpus, self._memory_mb = vcpus, memory_mb
+        self._life_s = life_s
         self._account: dict[str, Any] = {"api_key": key, "retries": 0}  # how often is tried again is decided here
         if domain:
             self._account["domain"] = domain
@@ -120,7 +123,8 @@ class E2BProvider:
         return sum(await asyncio.gather(*(self._kill(sandbox_id) for sandbox_id in overdue)))
 
     async def check(self, images: Iterable[str]) -> None:
-        """Is the key good, and has every image a template? Raises ``UsageError``."""
+        """Is the key good, has every image a template, and does the account allow so long a life? What it allows can't
+        be asked for: one sandbox is created for that, and ended at once. Raises ``UsageError``."""
         names = {image: self.template(image) for image in images}
         wanted = sorted(set(names.values()))
         try:
@@ -140,6 +144,20 @@ class E2BProvider:
                 f"{f' (and {len(missing) - 1} more)' if missing[1:] else ''}; build it with `farm images`, or name "
                 "one in e2b.templates"
             )
+        if names and self._life_s:
+            await self._try_out(min(names))
+
+    async def _try_out(self, image: str) -> None:
+        """Is a sandbox of ``image`` created for ``life_s``? Where that is refused for now only, the run will wait."""
+        spec = SandboxSpec(owner="check", deadline_at_s=time.time() + self._life_s, image=image)
+        try:
+            box = await self._create(secrets.token_hex(16), spec)
+        except SandboxStartError as error:
+            if not error.retryable:
+                raise UsageError(f"sandbox 'e2b': {error}") from None
+            _log.warning("no sandbox can be created just now: %s", error)
+        else:
+            await uncancelled(self._kill(str(box.sandbox_id)))
 
     async def prepare(self, image: str, *, deadline_at_s: float) -> None:
         """Build the template of ``image`` if it isn't there. Raises ``SandboxStartError``."""
