@@ -307,8 +307,7 @@ class E2BSandbox(RunnerSandbox):
         """``call`` again and again while the table says so."""
         for number in range(_TRIES):
             try:
-                async with asyncio.timeout(timeout_s + _CALL_S):
-                    return await call()
+                return await _once(call, timeout_s + _CALL_S)
             except Exception as error:
                 judged = _judge(error, "use")
                 match judged.next:
@@ -349,14 +348,28 @@ async def _tried(call: Callable[[], Awaitable[T]]) -> T:
     """``call``, which may be repeated, a few times. Raises what it raised last."""
     for number in range(_TRIES):
         try:
-            async with asyncio.timeout(_CALL_S):
-                return await call()
+            return await _once(call, _CALL_S)
         except Exception as error:
             following = _judge(error, "use").next
             if following not in (Next.RETRY, Next.BACK_OFF) or number == _TRIES - 1:
                 raise
             await asyncio.sleep(_pause_s(following, number))
     raise AssertionError("unreachable")
+
+
+async def _once(call: Callable[[], Awaitable[T]], timeout_s: float) -> T:
+    """``call``, bounded in time. The SDK's transport can turn a cancellation into an error of its own, which would be
+    tried again: it stays a cancellation."""
+    task = asyncio.current_task()
+    assert task is not None
+    before = task.cancelling()
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await call()
+    except Exception as error:
+        if task.cancelling() > before:
+            raise asyncio.CancelledError from error
+        raise
 
 
 def _pause_s(kind: Next, number: int) -> float:

@@ -1,11 +1,13 @@
-"""What the errors of Docker and of the E2B SDK mean: the tables."""
+"""What the errors of Docker and of the E2B SDK mean: the tables, and what the SDK can make of a cancellation."""
 
 from __future__ import annotations
+
+import asyncio
 
 import pytest
 
 from farm.errors import UsageError
-from farm.sandbox import docker_faults
+from farm.sandbox import docker_faults, e2b
 from farm.sandbox.e2b_faults import Next, verdict
 from farm.sandbox.optional import sdk
 
@@ -72,3 +74,29 @@ def test_an_sdk_that_is_missing_or_of_another_version() -> None:
     with pytest.raises(UsageError, match="below 1"):
         sdk("pytest", oldest=(0, 1), below=1)
     assert sdk("pytest", oldest=(7, 0), below=1000) is pytest
+
+
+def test_a_cancellation_that_the_sdk_turns_into_an_error_stays_one() -> None:
+    """As connectrpc does: tried again, a cancelled command would run on until its sandbox's deadline."""
+    calls = []
+
+    async def hides_it() -> None:
+        calls.append(1)
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            raise ConnectionError("Request was cancelled") from None
+
+    async def run() -> None:
+        task = asyncio.create_task(e2b._tried(hides_it))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert calls == [1]
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        with pytest.raises(ConnectionError):  # its own time-out is none
+            await e2b._once(hides_it, 0.01)
+
+    asyncio.run(run())
+    assert calls == [1, 1]
