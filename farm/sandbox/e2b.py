@@ -358,18 +358,17 @@ async def _tried(call: Callable[[], Awaitable[T]]) -> T:
 
 
 async def _once(call: Callable[[], Awaitable[T]], timeout_s: float) -> T:
-    """``call``, bounded in time. The SDK's transport can turn a cancellation into an error of its own, which would be
-    tried again: it stays a cancellation."""
+    """``call``, bounded in time. The SDK can turn a cancellation into an error of its transport, or lose it (Python
+    3.11's ``wait_for`` does, when the first event comes at the same moment): here it stays one."""
     task = asyncio.current_task()
     assert task is not None
     before = task.cancelling()
     try:
         async with asyncio.timeout(timeout_s):
             return await call()
-    except Exception as error:
+    finally:
         if task.cancelling() > before:
-            raise asyncio.CancelledError from error
-        raise
+            raise asyncio.CancelledError
 
 
 def _pause_s(kind: Next, number: int) -> float:
