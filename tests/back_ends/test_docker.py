@@ -452,6 +452,23 @@ def test_images_are_made_ready_before_a_run() -> None:
     assert CliRunner().invoke(cli.main, images).exit_code == 2
 
 
+def tasks_of(folder: Path, images: list[str]) -> None:
+    for number, image in enumerate(images):
+        toml = TOML.replace('[metadata.rollout_farm]\nimage = "host"\n', "").replace("demo/", f"demo-{number}/")
+        own = toml.replace("[environment]", f'[environment]\ndocker_image = "{image}"')
+        write_folder(folder / f"{number}", toml=own)
+
+
+def test_images_that_do_not_fit_together_are_told_and_not_pulled(registry: Registry, tmp_path: Path) -> None:
+    tasks_of(tmp_path, [f"{registry.address}/swebench/one", f"{registry.address}/swebench/two"])
+    command = ["images", "--tasks", f"harbor:{tmp_path}", "--set", "docker.image_budget_bytes=1"]
+    done = CliRunner().invoke(cli.main, command)
+    assert done.exit_code == 1, done.output
+    assert "swebench/one: ready after" in done.output
+    assert "does not fit beside the 1 that were made ready" in done.output
+    assert {*registry.asked} == {"swebench/one"}
+
+
 def test_images_are_pulled_at_the_pace_of_their_registry(client: Any, registry: Registry, tmp_path: Path) -> None:
     """A pace so slow that one image of each registry is all that an hour allows: the others are never asked for."""
     stock = Registry()
@@ -460,10 +477,7 @@ def test_images_are_pulled_at_the_pace_of_their_registry(client: Any, registry: 
     with serving(client, stock) as other:
         images = [f"{registry.address}/swebench/one", f"{registry.address}/swebench/two"]
         images += [f"{other.address}/other/three", f"{other.address}/other/four"]
-        for number, image in enumerate(images):
-            toml = TOML.replace('[metadata.rollout_farm]\nimage = "host"\n', "").replace("demo/", f"demo-{number}/")
-            own = toml.replace("[environment]", f'[environment]\ndocker_image = "{image}"')
-            write_folder(tmp_path / f"{number}", toml=own)
+        tasks_of(tmp_path, images)
         command = ["images", "--tasks", f"harbor:{tmp_path}", "--set", "docker.pulls_per_minute=0.01"]
         done = CliRunner().invoke(cli.main, command)
         said = done.output.splitlines()

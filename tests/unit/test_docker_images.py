@@ -1,8 +1,10 @@
-"""When images are pulled: at the pace of their registry, whoever asks and however often. On a clock of its own."""
+"""When images are pulled, and which of them stay: on a clock and with a daemon of the test's own."""
 
 from __future__ import annotations
 
 import asyncio
+import platform
+import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -12,6 +14,7 @@ import pytest
 from farm.errors import SandboxStartError
 from farm.sandbox import docker_faults
 from farm.sandbox.docker_daemon import Daemon, DockerError
+from farm.sandbox.docker_disk import room_for_images
 from farm.sandbox.docker_images import ImageStore
 
 NOW_S = 1_000_000.0
@@ -68,6 +71,10 @@ class FakeDaemon:
         self.pulled: list[tuple[float, str]] = []
         self.there: dict[str, int] = {}
         self.refuse = 0
+
+    @property
+    def used(self) -> int:
+        return sum(self.there.values())
 
     async def call(self, what: str, work: Callable[[Any], Any]) -> Any:
         await asyncio.sleep(0)
@@ -173,3 +180,68 @@ def test_a_registry_that_has_had_enough_is_left_alone_for_a_minute(
 
     clock.run(run())
     assert [seconds for seconds, _ in daemon.pulled] == [0.0, 60.0, 60.0]
+
+
+# --------------------------------------------------------------------------------------------- budget
+
+
+@pytest.mark.parametrize("given", ["budget", "disk"])
+def test_what_is_made_ready_together_has_to_fit_together(
+    given: str, daemon: FakeDaemon, clock: Clock, tmp_path: Path
+) -> None:
+    """However old the first of them are by then: none of them gives way, and what does not fit is not pulled."""
+    fits = {"budget_bytes": 350} if given == "budget" else {"budget_bytes": None, "room": lambda: 350 - daemon.used}
+    old = store(daemon, clock, tmp_path, pulls_per_minute=600.0)
+    made = store(daemon, clock, tmp_path, pulls_per_minute=600.0, **fits)
+
+    async def run() -> None:
+        await old.ensure("of-an-old-run", deadline_at_s=NOW_S + 60.0)
+        for number in range(3):
+            await clock.sleep(1_000.0)
+            await made.keep(f"image-{number}", deadline_at_s=clock.now_s + 60.0)
+        for number in (3, 4):
+            await clock.sleep(1_000.0)
+            with pytest.raises(SandboxStartError, match="does not fit beside the 3 that were made ready") as caught:
+                await made.keep(f"image-{number}", deadline_at_s=clock.now_s + 60.0)
+            assert (caught.value.kind, caught.value.retryable) == ("image_budget", False)
+
+    clock.run(run())
+    assert [*daemon.there] == ["image-0:latest", "image-1:latest", "image-2:latest"]
+    assert len(daemon.pulled) == 1 + 3
+
+
+def test_a_run_goes_on_with_more_images_than_the_disk_holds(daemon: FakeDaemon, clock: Clock, tmp_path: Path) -> None:
+    """Without a word in the configuration: the longest unused gives way to the next."""
+    made = store(daemon, clock, tmp_path, pulls_per_minute=600.0, budget_bytes=None, room=lambda: 250 - daemon.used)
+
+    async def run() -> None:
+        for number in range(5):
+            await clock.sleep(1_000.0)
+            await made.ensure(f"image-{number}", deadline_at_s=clock.now_s + 60.0)
+
+    clock.run(run())
+    assert [*daemon.there] == ["image-3:latest", "image-4:latest"]
+
+
+@pytest.mark.parametrize("limits", [{"budget_bytes": 0, "room": lambda: -1}, {"budget_bytes": None}])
+def test_where_no_limit_is_known_or_wanted_nothing_is_removed(
+    limits: dict[str, Any], daemon: FakeDaemon, clock: Clock, tmp_path: Path
+) -> None:
+    made = store(daemon, clock, tmp_path, pulls_per_minute=600.0, **limits)
+
+    async def run() -> None:
+        for number in range(3):
+            await clock.sleep(1_000.0)
+            await made.keep(f"image-{number}", deadline_at_s=clock.now_s + 60.0)
+
+    clock.run(run())
+    assert len(daemon.there) == 3
+
+
+def test_the_daemons_disk_is_seen_only_where_it_is_this_machines(tmp_path: Path) -> None:
+    here = {"Name": platform.node(), "DockerRootDir": str(tmp_path)}
+    room = room_for_images(here)
+    assert room is not None
+    assert room() < shutil.disk_usage(tmp_path).free
+    for changes in ({"Name": "elsewhere"}, {"DockerRootDir": "/no/such/folder"}, {"DockerRootDir": ""}):
+        assert room_for_images({**here, **changes}) is None
