@@ -250,7 +250,8 @@ class DockerConfig(_Section):
     """For ``sandbox.provider = "docker"``. ``host``: where the daemon listens ("": DOCKER_HOST, or the usual socket);
     ``user``: whom commands run as ("": the image's own); ``network``: of the daemon, for tasks that ask for one ("":
     those are refused, the others have none in any case); ``pulls_per_minute``: per registry, of all workers on a host;
-    ``image_budget_bytes``: of the images that the farm pulled (0: no limit)."""
+    ``image_budget_bytes``: of the images that the farm pulled (not set: as many as leave 15 % of the daemon's disk
+    free, where that is this machine's; 0: no limit)."""
 
     host: str = ""
     runtime: str = ""
@@ -258,7 +259,7 @@ class DockerConfig(_Section):
     user: str = ""
     network: str = ""
     pulls_per_minute: float = Field(default=60.0, gt=0)
-    image_budget_bytes: int = Field(default=0, ge=0)
+    image_budget_bytes: int | None = Field(default=None, ge=0)
 
 
 class E2BConfig(_Section):
