@@ -24,6 +24,7 @@ from farm.types import Boundary, Limits, SamplingParams
 
 # Whole-attempt slack beyond the episode's own wall limit: the lease must outlive it (tool < agent < episode < lease).
 LEASE_SLACK_S = 30.0
+SANDBOX_GRACE_S = 15.0  # how much longer than its attempt a sandbox is asked for
 
 
 class _Section(BaseModel):
@@ -249,7 +250,8 @@ class DockerConfig(_Section):
     """For ``sandbox.provider = "docker"``. ``host``: where the daemon listens ("": DOCKER_HOST, or the usual socket);
     ``user``: whom commands run as ("": the image's own); ``network``: of the daemon, for tasks that ask for one ("":
     those are refused, the others have none in any case); ``pulls_per_minute``: per registry, of all workers on a host;
-    ``image_budget_bytes``: of the images that the farm pulled (0: no limit)."""
+    ``image_budget_bytes``: of the images that the farm pulled (not set: as many as leave 15 % of the daemon's disk
+    free, where that is this machine's; 0: no limit)."""
 
     host: str = ""
     runtime: str = ""
@@ -257,7 +259,7 @@ class DockerConfig(_Section):
     user: str = ""
     network: str = ""
     pulls_per_minute: float = Field(default=60.0, gt=0)
-    image_budget_bytes: int = Field(default=0, ge=0)
+    image_budget_bytes: int | None = Field(default=None, ge=0)
 
 
 class E2BConfig(_Section):
@@ -567,7 +569,8 @@ class FarmConfig(_Section):
             return self.docker.model_dump()
         if self.sandbox.provider == "e2b":
             options = self.e2b.model_dump()
-            return {**options, "ledger": options["ledger"] or ("" if run is None else str(run / "e2b"))}
+            ledger = options["ledger"] or ("" if run is None else str(run / "e2b"))
+            return {**options, "ledger": ledger, "life_s": self.limits.episode_s + SANDBOX_GRACE_S}
         return self.harbor.model_dump() if self.sandbox.provider == "harbor" else {}
 
     @model_validator(mode="after")

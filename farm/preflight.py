@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import json
+import logging
 import shutil
 import socket
 import urllib.parse
@@ -40,6 +41,8 @@ ENGINELESS_AGENTS = frozenset({"oracle", "null"})
 SHIPPED_POLICY = Path(__file__).parents[1] / "datasets" / "micro" / "base-policy"
 
 _PROBE_S = 5.0
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +82,21 @@ def prepare(config: FarmConfig) -> Prepared:
         raise UsageError(f"tasks {config.rollout.tasks!r}: no tasks in there; give a source with at least one")
     if isinstance(provider, ImageKeeper):
         asyncio.run(provider.check({task.image for task in tasks}))
+    _warn_of_waiting(config)
     return Prepared(tasks=tuple(tasks), base_policy=base_policy)
+
+
+def _warn_of_waiting(config: FarmConfig) -> None:
+    """More episodes at once than an account has places are no error, but they gain nothing and lose time."""
+    most, places = config.cluster.span[1] * config.cluster.slots, config.e2b.concurrent
+    if config.sandbox.provider == "e2b" and most > places:
+        _log.warning(
+            "cluster.workers x cluster.slots = %d episodes at once, and e2b.concurrent = %d sandboxes: the others wait "
+            "for a place, on their own time (limits.episode_s); as many as there are places: --set cluster.slots=%d",
+            most,
+            places,
+            max(1, places // config.cluster.span[1]),
+        )
 
 
 def _check_parsers(tasks: Sequence[Task], grader: str) -> None:

@@ -35,19 +35,17 @@ def cost(
     """Totals, and the same per trajectory and per solved task (attempts that passed; None when none did).
 
     ``cpu_s`` is what sandboxes and workers used; engines and the trainer serve all trajectories at once and are not
-    in it. ``prompt_tokens`` leaves out those that came from an engine's prefix cache. Attempts that an infrastructure
-    failure ended are paid for like the others. ``usd``: :func:`usd_per_s` for the whole time of every trajectory,
-    which has one sandbox at a time."""
+    in it. ``sandbox_s`` is the whole time of the attempts that landed. ``prompt_tokens`` leaves out those that came
+    from an engine's prefix cache. ``usd``: :func:`usd_per_s` for what is paid for, :func:`paid_s`."""
     graded = [t for t in trajectories if isinstance(t.outcome, Graded)]
     solved = sum(t.outcome.evidence.resolved for t in graded if isinstance(t.outcome, Graded))
     price = usd_per_s(sandbox, priced, config)
-    seconds = sum(t.ended_at_s - t.started_at_s for t in trajectories)
     totals: dict[str, float | None] = {
         "cpu_s": sum(t.usage.sandbox_cpu_s + t.usage.worker_cpu_s for t in trajectories),
-        "sandbox_s": seconds,
+        "sandbox_s": sum(t.ended_at_s - t.started_at_s for t in trajectories),
         "prompt_tokens": sum(t.usage.prompt_tokens - t.usage.cached_tokens for t in trajectories),
         "output_tokens": sum(t.usage.output_tokens for t in trajectories),
-        "usd": None if price is None else seconds * price,
+        "usd": None if price is None else price * sum(map(paid_s, trajectories)),
     }
     return {
         "trajectories": len(trajectories),
@@ -59,6 +57,17 @@ def cost(
         "per_trajectory": _over(totals, len(trajectories)),
         "per_solved": _over(totals, solved),
     }
+
+
+def paid_s(trajectory: Trajectory) -> float:
+    """Seconds for which a sandbox of ``trajectory`` is paid for, from its creation to its end; an episode has one at a
+    time. The attempt that landed had none while one was being started, which includes the wait for a place in the
+    account. Attempts that an infrastructure failure ended before are paid for, too; of those no timeline is kept, so
+    their whole time counts, and none of one that was still waiting for a place when its time was up."""
+    landed = trajectory.ended_at_s - trajectory.started_at_s
+    starting = sum(e.end_at_s - e.start_at_s for e in trajectory.timeline if e.name == "sandbox_start")
+    before = sum(a.ended_at_s - a.started_at_s for a in trajectory.prior if a.kind != "account_wait")
+    return landed - starting + before
 
 
 def activity_s(trajectories: Sequence[Trajectory]) -> dict[str, float]:

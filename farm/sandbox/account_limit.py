@@ -38,7 +38,8 @@ class AccountLimit:
         """Wait until one more may be created. The lease ends at ``until_s`` by itself. Raises ``SandboxStartError``
         (kind ``account_wait``) when the place would come after ``deadline_at_s``; give the lease back in any case."""
         while True:
-            at_s = await uncancelled(asyncio.to_thread(self._take, key, until_s))  # or it is taken after the release
+            # Not interrupted, or it is taken after the release.
+            at_s = await uncancelled(asyncio.to_thread(self._take, key, until_s, deadline_at_s))
             wait_s = random.uniform(*_LOOK_S) if at_s is None else at_s - self._now()
             if self._now() + wait_s > deadline_at_s:
                 raise SandboxStartError(
@@ -52,7 +53,7 @@ class AccountLimit:
 
     async def another(self, *, deadline_at_s: float) -> None:
         """Wait for the turn of one more creation under a lease that is held. Raises like :meth:`acquire`."""
-        at_s = await asyncio.to_thread(self._reserve)
+        at_s = await asyncio.to_thread(self._reserve, deadline_at_s)
         if at_s > deadline_at_s:
             raise SandboxStartError("no turn to create it before the deadline", kind="account_wait")
         await asyncio.sleep(max(0.0, at_s - self._now()))
@@ -68,22 +69,24 @@ class AccountLimit:
         """How many leases are held now."""
         return len(pacing.held(peek(self._path).get("leases", {}), now_s=self._now()))
 
-    def _take(self, key: str, until_s: float) -> float | None:
-        """When to create; None when all places are taken."""
+    def _take(self, key: str, until_s: float, by_s: float) -> float | None:
+        """When to create (after ``by_s``: nothing is taken); None when all places are taken."""
         now_s = self._now()
         with locked(self._path) as state:
             leases = pacing.held(state.get("leases", {}), now_s=now_s)
             state["leases"] = leases
             if not pacing.has_room(leases, now_s=now_s, limit=self._concurrent):
                 return None
-            leases[key] = until_s
-            pace, at_s = pacing.reserve(Pace(**state.get("pace", {})), now_s=now_s, per_s=self._per_s)
+            pace, at_s = pacing.reserve(Pace(**state.get("pace", {})), now_s=now_s, per_s=self._per_s, by_s=by_s)
+            if at_s <= by_s:
+                leases[key] = until_s
             state["pace"] = _plain(pace)
         return at_s
 
-    def _reserve(self) -> float:
+    def _reserve(self, by_s: float) -> float:
         with locked(self._path) as state:
-            pace, at_s = pacing.reserve(Pace(**state.get("pace", {})), now_s=self._now(), per_s=self._per_s)
+            pace = Pace(**state.get("pace", {}))
+            pace, at_s = pacing.reserve(pace, now_s=self._now(), per_s=self._per_s, by_s=by_s)
             state["pace"] = _plain(pace)
         return at_s
 

@@ -34,7 +34,7 @@ from farm.protocols import Sandbox, SandboxSpec
 from farm.sandbox import command_server, docker_host_image, rootfs
 from farm.sandbox.channel import Closed
 from farm.sandbox.docker_daemon import Daemon, DockerError, package
-from farm.sandbox.docker_disk import DiskWatch
+from farm.sandbox.docker_disk import DiskWatch, room_for_images
 from farm.sandbox.docker_images import ImageStore, start_error
 from farm.sandbox.docker_link import DockerLink
 from farm.sandbox.served import STOP_S, ServedSandbox, uncancelled
@@ -70,7 +70,7 @@ class DockerProvider:
         user: str = "",
         network: str = "",
         pulls_per_minute: float = 60.0,
-        image_budget_bytes: int = 0,
+        image_budget_bytes: int | None = None,
     ) -> None:
         if platform.machine() not in command_server.SYSCALLS:
             raise UsageError(
@@ -91,6 +91,7 @@ class DockerProvider:
             self._state / f"docker-{identity}",
             pulls_per_minute=pulls_per_minute,
             budget_bytes=image_budget_bytes,
+            room=room_for_images(info),
         )
         self._host_image = ""  # the name of the image "host", once it is known to be there
         self._pytest: rootfs.Bind | None = None
@@ -126,7 +127,7 @@ class DockerProvider:
     async def prepare(self, image: str, *, deadline_at_s: float) -> None:
         """Have ``image`` ready before anybody waits for it. Raises ``SandboxStartError``."""
         if image not in docker_host_image.NAMES:
-            await self._images.ensure(image, deadline_at_s=deadline_at_s)
+            await self._images.keep(image, deadline_at_s=deadline_at_s)
 
     def close(self) -> None:
         """Optional: ends the threads that talk to the daemon."""

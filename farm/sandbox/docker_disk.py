@@ -1,21 +1,42 @@
-"""Disk use of containers whose writable layer the daemon can't limit: looked at in turn, ended when over.
+"""The daemon's disk: how much of it images may take, and what containers write whose layer the daemon can't limit.
 
-Most daemons keep layers on ext4, where Docker has no size limit (it needs xfs with ``pquota``). A look costs the
-daemon a walk over the files that the container itself has written. Between two looks a container can write more than
-it may, at the speed of the disk; a single file can't be limited by rlimit because build and test tools write large
-ones.
+These are looked at in turn, and ended when over. Most daemons keep layers on ext4, where Docker has no size limit (it
+needs xfs with ``pquota``). A look costs the daemon a walk over the files that the container itself has written. Between
+two looks a container can write more than it may, at the speed of the disk; a single file can't be limited by rlimit
+because build and test tools write large ones.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+import platform
+import shutil
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from farm.sandbox.docker_daemon import Daemon, DockerError
 
 _LOOK_S = 5.0
+_KEPT_FREE = 0.15  # of the disk: where Kubernetes' kubelet begins to remove images, too (85 % used)
+
+
+def room_for_images(info: Mapping[str, Any]) -> Callable[[], int] | None:
+    """How many bytes more the images of the daemon may take now, so that a share of its disk stays free (negative: too
+    many are taken). None where its disk can't be seen from here: it is another machine's, or says nothing.
+
+    ``info``: what the daemon says of itself."""
+    root = Path(str(info.get("DockerRootDir") or ""))
+    if info.get("Name") != platform.node() or not root.is_absolute() or not root.is_dir():
+        return None
+    return partial(_room, root)
+
+
+def _room(root: Path) -> int:
+    disk = shutil.disk_usage(root)
+    return disk.free - int(disk.total * _KEPT_FREE)
 
 
 class DiskWatch:

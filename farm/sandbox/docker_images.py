@@ -35,7 +35,8 @@ _log = logging.getLogger(__name__)
 
 
 class ImageStore:
-    """``pulls_per_minute``: per registry, of all processes of this user together. ``budget_bytes`` 0: no limit."""
+    """``pulls_per_minute``: per registry, of all processes of this user together. ``budget_bytes``: of what the farm
+    pulled (0: no limit; None: what there is and ``room`` more, :func:`farm.sandbox.docker_disk.room_for_images`)."""
 
     def __init__(
         self,
@@ -43,16 +44,37 @@ class ImageStore:
         folder: Path,
         *,
         pulls_per_minute: float,
-        budget_bytes: int,
+        budget_bytes: int | None,
+        room: Callable[[], int] | None = None,
         now: Callable[[], float] = time.time,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._daemon = daemon
         self._folder = folder
         self._per_s = pulls_per_minute / 60.0
-        self._budget = budget_bytes
-        self._now = now
+        self._budget, self._room = budget_bytes, room
+        self._kept: set[str] = set()  # made ready for a run by this process: none gives way to another
+        self._now, self._sleep = now, sleep
         self._noted: dict[str, float] = {}  # when this process last saw an image, and wrote its use down
         self._workdirs: dict[str, str] = {}
+
+    async def keep(self, image: str, *, deadline_at_s: float) -> None:
+        """As :meth:`ensure`, and it stays: what is kept together has to fit into the budget together. Raises
+        ``SandboxStartError`` (kind ``image_budget``) for the first that does not."""
+        name = known_as(image)
+        if not await self.has(name):
+            await self._make_room()
+            held = self.held()
+            budget = self._limit(held)
+            if budget is not None and sum(one.bytes for one in held) + _typical(held) > budget:
+                raise SandboxStartError(
+                    f"image {name}: does not fit beside the {len(self._kept)} that were made ready: images may take "
+                    f"{max(0, budget) / 1e9:.1f} GB here; raise docker.image_budget_bytes (0: no limit), or give the "
+                    "daemon a larger disk. A run does without: it pulls what is missing, and removes others for it",
+                    kind="image_budget",
+                    retryable=False,
+                )
+        self._kept.add(await self.ensure(image, deadline_at_s=deadline_at_s))
 
     async def ensure(self, image: str, *, deadline_at_s: float) -> str:
         """``image`` is there when this returns: pulled, or built where it names a folder
@@ -109,11 +131,10 @@ class ImageStore:
                     return
             if self._now() + _TURN_S > deadline_at_s:
                 raise SandboxStartError(f"image {name}: another process is still at it", kind="image_wait")
-            await asyncio.sleep(_TURN_S)
+            await self._sleep(_TURN_S)
 
     async def _pull(self, name: str, deadline_at_s: float) -> None:
-        if self._budget:
-            await self._make_room(self._budget, room_bytes=_typical(self.held()))
+        await self._make_room()
         for tries_left in reversed(range(_TRIES)):
             await self._wait_for_turn(name, deadline_at_s)
             _log.info("pulling %s", name)
@@ -125,14 +146,13 @@ class ImageStore:
                 if kind == "rate_limited":
                     await asyncio.to_thread(self._back_off, registry_of(name))
                 elif kind == "disk_full":
-                    await self._make_room(0)
+                    await self._evict(0)
                 if kind not in ("rate_limited", "disk_full") or not tries_left:
                     raise start_error(error) from error
         await self._take_in(name)
 
     async def _build(self, context: BuildContext, name: str, deadline_at_s: float) -> None:
-        if self._budget:
-            await self._make_room(self._budget, room_bytes=_typical(self.held()))
+        await self._make_room()
         try:
             found = await asyncio.to_thread(digest_of, context.folder)
         except OSError as error:
@@ -154,8 +174,7 @@ class ImageStore:
         """Write down that the farm brought it here."""
         size = int((await self._inspect(name))["Size"])
         await asyncio.to_thread(self._enter, name, size)
-        if self._budget:
-            await self._make_room(self._budget, spare=name)
+        await self._make_room(spare=name)
 
     async def _inspect(self, name: str) -> Mapping[str, Any]:
         try:
@@ -167,21 +186,24 @@ class ImageStore:
         return found
 
     async def _wait_for_turn(self, name: str, deadline_at_s: float) -> None:
-        at_s = await asyncio.to_thread(self._reserve, registry_of(name))
-        if at_s > deadline_at_s:
-            raise SandboxStartError(
-                f"image {name}: its turn to be pulled comes {at_s - deadline_at_s:.0f} s after the deadline; "
-                "pull the images before the run with `farm images`",
-                kind="image_wait",
-            )
-        await asyncio.sleep(max(0.0, at_s - self._now()))
+        """Until ``name`` may be pulled. A turn is taken when it has come, never ahead: whoever waits, gives up or dies
+        waiting holds none, so the turns never run away from the pulls. Among those who wait there is no order."""
+        while (wait_s := await asyncio.to_thread(self._take_turn, registry_of(name))) > 0.0:
+            if self._now() + wait_s > deadline_at_s:
+                raise SandboxStartError(
+                    f"image {name}: no turn to pull it comes before the deadline; raise docker.pulls_per_minute, or "
+                    "pull the images before the run with `farm images`",
+                    kind="image_wait",
+                )
+            await self._sleep(wait_s)
 
-    def _reserve(self, registry: str) -> float:
+    def _take_turn(self, registry: str) -> float:
+        """0.0: it is taken; or in how many seconds to ask again, which is no earlier than it can come."""
         with locked(self._folder / "pulls.json") as paces:
-            pace = Pace(**paces.get(registry, {}))
-            pace, at_s = pacing.reserve(pace, now_s=self._now(), per_s=self._per_s)
+            now_s = self._now()
+            pace, at_s = pacing.reserve(Pace(**paces.get(registry, {})), now_s=now_s, per_s=self._per_s, by_s=now_s)
             paces[registry] = _plain(pace)
-        return at_s
+        return at_s - now_s
 
     def _back_off(self, registry: str) -> None:
         with locked(self._folder / "pulls.json") as paces:
@@ -198,9 +220,22 @@ class ImageStore:
             if name in ledger:
                 ledger[name]["used_at_s"] = self._now()
 
-    async def _make_room(self, budget_bytes: int, *, room_bytes: int = 0, spare: str = "") -> None:
+    def _limit(self, held: list[HeldImage]) -> int | None:
+        """What the farm's images may take; None: any amount."""
+        if self._budget is not None:
+            return self._budget or None
+        return None if self._room is None else sum(image.bytes for image in held) + self._room()
+
+    async def _make_room(self, *, spare: str = "") -> None:
+        """Keep the budget: with room for one more, or beside ``spare``, which has just come."""
+        held = await asyncio.to_thread(self.held)
+        budget = self._limit(held)
+        if budget is not None:
+            await self._evict(budget, room_bytes=0 if spare else _typical(held), spare=spare)
+
+    async def _evict(self, budget_bytes: int, *, room_bytes: int = 0, spare: str = "") -> None:
         """Remove what has to go. What the daemon refuses to remove stays, and is tried again next time."""
-        in_use = {*await self._in_use(), spare}
+        in_use = {*await self._in_use(), *self._kept, spare}
         gone = evictions(
             self.held(),
             budget_bytes=budget_bytes,

@@ -43,7 +43,9 @@ _CALL_S = 30.0  # one answer of a sandbox, beyond what it is asked to wait
 _TRIES = 5
 _PAUSES_S = (0.2, 0.5, 1.0, 2.0)
 _BACK_OFF_S = (2.0, 5.0, 10.0, 20.0)
-_CHECK_S = 15.0
+_CHECK_S = 60.0  # until the service has answered at all
+_LOOKS = 8  # at once, for templates
+_LOOK_S = 1.0  # for one of them, on the average
 _PAGE = 100
 
 _log = logging.getLogger(__name__)
@@ -59,7 +61,8 @@ def template_name(image: str) -> str:
 class E2BProvider:
     """``templates``: image -> template, where it isn't :func:`template_name`; ``creates_per_s`` and ``concurrent``: the
     account's limits; ``ledger``: folder that all workers share; ``user``: whom commands run as; ``internet``: may they
-    reach it; ``vcpus`` and ``memory_mb``: of the templates that are built here. One event loop at a time."""
+    reach it; ``vcpus`` and ``memory_mb``: of the templates that are built here; ``life_s``: the longest that a sandbox
+    will be asked for (0: not known). One event loop at a time."""
 
     name = "e2b"
 
@@ -75,6 +78,7 @@ class E2BProvider:
         domain: str = "",
         vcpus: int = 2,
         memory_mb: int = 1024,
+        life_s: float = 0.0,
     ) -> None:
         self._sdk = sdk("e2b", oldest=(2, 63), below=3)  # 3 drops the addresses that tests go to
         key = os.environ.get("E2B_API_KEY", "")
@@ -86,6 +90,7 @@ class E2BProvider:
         self._user = user
         self._internet = internet
         self._vcpus, self._memory_mb = vcpus, memory_mb
+        self._life_s = life_s
         self._account: dict[str, Any] = {"api_key": key, "retries": 0}  # how often is tried again is decided here
         if domain:
             self._account["domain"] = domain
@@ -118,14 +123,16 @@ class E2BProvider:
         return sum(await asyncio.gather(*(self._kill(sandbox_id) for sandbox_id in overdue)))
 
     async def check(self, images: Iterable[str]) -> None:
-        """Is the key good, and has every image a template? Raises ``UsageError``."""
+        """Is the key good, has every image a template, and does the account allow so long a life? What it allows can't
+        be asked for: one sandbox is created for that, and ended at once. Raises ``UsageError``."""
+        names = {image: self.template(image) for image in images}
+        wanted = sorted(set(names.values()))
         try:
-            async with asyncio.timeout(_CHECK_S):
-                await self._sdk.AsyncSandbox.list(limit=1, **self._account).next_items()
-            names = {image: self.template(image) for image in images}
-            there = await self._there(sorted(set(names.values())))
+            async with asyncio.timeout(_CHECK_S + _LOOK_S * len(wanted)):
+                await _tried(self._sdk.AsyncSandbox.list(limit=1, **self._account).next_items)
+                there = await self._there(wanted)
         except TimeoutError:
-            raise UsageError(f"sandbox 'e2b': no answer from the service in {_CHECK_S:g} s; is it reachable?") from None
+            raise UsageError("sandbox 'e2b': the service does not answer in time; is it reachable?") from None
         except Exception as error:
             judged = _judge(error, "create")
             advice = judged.advice or "is the service reachable?"
@@ -137,6 +144,20 @@ class E2BProvider:
                 f"{f' (and {len(missing) - 1} more)' if missing[1:] else ''}; build it with `farm images`, or name "
                 "one in e2b.templates"
             )
+        if names and self._life_s:
+            await self._try_out(min(names))
+
+    async def _try_out(self, image: str) -> None:
+        """Is a sandbox of ``image`` created for ``life_s``? Where that is refused for now only, the run will wait."""
+        spec = SandboxSpec(owner="check", deadline_at_s=time.time() + self._life_s, image=image)
+        try:
+            box = await self._create(secrets.token_hex(16), spec)
+        except SandboxStartError as error:
+            if not error.retryable:
+                raise UsageError(f"sandbox 'e2b': {error}") from None
+            _log.warning("no sandbox can be created just now: %s", error)
+        else:
+            await uncancelled(self._kill(str(box.sandbox_id)))
 
     async def prepare(self, image: str, *, deadline_at_s: float) -> None:
         """Build the template of ``image`` if it isn't there. Raises ``SandboxStartError``."""
@@ -161,8 +182,21 @@ class E2BProvider:
         return self._templates.get(image) or template_name(image)
 
     async def _there(self, names: list[str]) -> set[str]:
-        found = await asyncio.gather(*(self._sdk.AsyncTemplate.exists(name, **self._account) for name in names))
-        return {name for name, known in zip(names, found, strict=True) if known}
+        """Those of ``names`` that are templates. A few are asked for at a time: a set of tasks has hundreds, and all at
+        once would look to the service like an attack. Raises what it raised last."""
+        looks = asyncio.Semaphore(_LOOKS)
+
+        async def known(name: str) -> bool:
+            async with looks:
+                return bool(await _tried(lambda: self._sdk.AsyncTemplate.exists(name, **self._account)))
+
+        tasks = [asyncio.ensure_future(known(name)) for name in names]
+        try:
+            found = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:  # one that failed for good spares the service the others
+                task.cancel()
+        return {name for name, there in zip(names, found, strict=True) if there}
 
     # --------------------------------------------------------------------------------------- creation
 
@@ -203,8 +237,7 @@ class E2BProvider:
         raise AssertionError("unreachable")
 
     async def _pause(self, kind: Next, number: int) -> None:
-        pauses = _BACK_OFF_S if kind is Next.BACK_OFF else _PAUSES_S
-        wait_s = pauses[min(number, len(pauses) - 1)] * random.uniform(0.8, 1.2)
+        wait_s = _pause_s(kind, number)
         if kind is Next.BACK_OFF:
             await self._limit.back_off(wait_s)
         await asyncio.sleep(wait_s)
@@ -274,8 +307,7 @@ class E2BSandbox(RunnerSandbox):
         """``call`` again and again while the table says so."""
         for number in range(_TRIES):
             try:
-                async with asyncio.timeout(timeout_s + _CALL_S):
-                    return await call()
+                return await _once(call, timeout_s + _CALL_S)
             except Exception as error:
                 judged = _judge(error, "use")
                 match judged.next:
@@ -316,13 +348,33 @@ async def _tried(call: Callable[[], Awaitable[T]]) -> T:
     """``call``, which may be repeated, a few times. Raises what it raised last."""
     for number in range(_TRIES):
         try:
-            async with asyncio.timeout(_CALL_S):
-                return await call()
+            return await _once(call, _CALL_S)
         except Exception as error:
-            if _judge(error, "use").next not in (Next.RETRY, Next.BACK_OFF) or number == _TRIES - 1:
+            following = _judge(error, "use").next
+            if following not in (Next.RETRY, Next.BACK_OFF) or number == _TRIES - 1:
                 raise
-            await asyncio.sleep(_PAUSES_S[min(number, len(_PAUSES_S) - 1)])
+            await asyncio.sleep(_pause_s(following, number))
     raise AssertionError("unreachable")
+
+
+async def _once(call: Callable[[], Awaitable[T]], timeout_s: float) -> T:
+    """``call``, bounded in time. The SDK can turn a cancellation into an error of its transport, or lose it (Python
+    3.11's ``wait_for`` does, when the first event comes at the same moment): here it stays one."""
+    task = asyncio.current_task()
+    assert task is not None
+    before = task.cancelling()
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await call()
+    finally:
+        if task.cancelling() > before:
+            raise asyncio.CancelledError
+
+
+def _pause_s(kind: Next, number: int) -> float:
+    """Before try ``number`` + 1."""
+    pauses = _BACK_OFF_S if kind is Next.BACK_OFF else _PAUSES_S
+    return pauses[min(number, len(pauses) - 1)] * random.uniform(0.8, 1.2)
 
 
 def _deadline(metadata: Mapping[str, str]) -> float:

@@ -1,7 +1,8 @@
 """PURE: who may ask a rate-limited service next, and when. No clock and no I/O; times are seconds since the epoch.
 
 Invariants: starts granted under one :class:`Pace` are at least ``1 / per_s`` apart; nobody starts before
-``blocked_until_s``; and no more than ``limit`` unexpired leases are held at once.
+``blocked_until_s``; a place that would come too late for who asks is not taken, so it puts nobody off; and no more than
+``limit`` unexpired leases are held at once.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ class Pace:
     blocked_until_s: float = 0.0
 
 
-def reserve(pace: Pace, *, now_s: float, per_s: float) -> tuple[Pace, float]:
-    """Take the next place: the pace after it, and when to start (now, or later)."""
+def reserve(pace: Pace, *, now_s: float, per_s: float, by_s: float) -> tuple[Pace, float]:
+    """Take the next place: the pace after it, and when to start (now, or later). One that comes after ``by_s`` is not
+    taken: the pace stays as it was."""
     at_s = max(now_s, pace.next_at_s, pace.blocked_until_s)
-    return replace(pace, next_at_s=at_s + 1.0 / per_s), at_s
+    return (pace if at_s > by_s else replace(pace, next_at_s=at_s + 1.0 / per_s)), at_s
 
 
 def back_off(pace: Pace, *, now_s: float, wait_s: float) -> Pace:

@@ -19,6 +19,7 @@ import docker
 import pytest
 from click.testing import CliRunner
 from docker_engine import Engine
+from harbor_folders import TOML, write_folder
 from local_registry import Registry, host_tar
 
 from farm import cli
@@ -339,8 +340,14 @@ def stocked() -> Registry:
 
 @pytest.fixture
 def registry(client: Any, stocked: Registry) -> Iterator[Registry]:
+    with serving(client, stocked) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def serving(client: Any, registry: Registry) -> Iterator[Registry]:
     """Nothing of it is at the daemon, before and after."""
-    with stocked.running() as running:
+    with registry.running() as running:
         running.refuse = 0
         running.asked.clear()
         yield running
@@ -443,6 +450,42 @@ def test_images_are_made_ready_before_a_run() -> None:
     done = CliRunner().invoke(cli.main, [*images, "--set", "sandbox.provider=docker"])
     assert (done.exit_code, done.stdout.count("ready after")) == (0, 1)
     assert CliRunner().invoke(cli.main, images).exit_code == 2
+
+
+def tasks_of(folder: Path, images: list[str]) -> None:
+    for number, image in enumerate(images):
+        toml = TOML.replace('[metadata.rollout_farm]\nimage = "host"\n', "").replace("demo/", f"demo-{number}/")
+        own = toml.replace("[environment]", f'[environment]\ndocker_image = "{image}"')
+        write_folder(folder / f"{number}", toml=own)
+
+
+def test_images_that_do_not_fit_together_are_told_and_not_pulled(registry: Registry, tmp_path: Path) -> None:
+    tasks_of(tmp_path, [f"{registry.address}/swebench/one", f"{registry.address}/swebench/two"])
+    command = ["images", "--tasks", f"harbor:{tmp_path}", "--set", "docker.image_budget_bytes=1"]
+    done = CliRunner().invoke(cli.main, command)
+    assert done.exit_code == 1, done.output
+    assert "swebench/one: ready after" in done.output
+    assert "does not fit beside the 1 that were made ready" in done.output
+    assert {*registry.asked} == {"swebench/one"}
+
+
+def test_images_are_pulled_at_the_pace_of_their_registry(client: Any, registry: Registry, tmp_path: Path) -> None:
+    """A pace so slow that one image of each registry is all that an hour allows: the others are never asked for."""
+    stock = Registry()
+    stock.add("other/three", host_tar())
+    stock.add("other/four", host_tar())
+    with serving(client, stock) as other:
+        images = [f"{registry.address}/swebench/one", f"{registry.address}/swebench/two"]
+        images += [f"{other.address}/other/three", f"{other.address}/other/four"]
+        tasks_of(tmp_path, images)
+        command = ["images", "--tasks", f"harbor:{tmp_path}", "--set", "docker.pulls_per_minute=0.01"]
+        done = CliRunner().invoke(cli.main, command)
+        said = done.output.splitlines()
+        assert done.exit_code == 1, done.output
+        assert ["ready after" in line for line in said[:4]] == [True, False, True, False], done.output
+        assert all("no turn to pull it comes before the deadline" in said[number] for number in (1, 3))
+        assert {*registry.asked} == {"swebench/one"}
+        assert {*other.asked} == {"other/three"}
 
 
 def test_the_doctor_knows_the_daemon(monkeypatch: pytest.MonkeyPatch) -> None:

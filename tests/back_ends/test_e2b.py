@@ -296,7 +296,8 @@ def test_a_rollout_from_end_to_end(double: E2BDouble, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "100" in done.stdout
     assert double.running_now == []
-    assert len(double.created) == 6  # an agent's and a grader's each
+    assert [one["owner"] for one in double.created].count("check") == 1  # before the run
+    assert len(double.created) == 1 + 6  # an agent's and a grader's each
 
 
 def test_bad_input_is_one_line_before_any_work(
@@ -311,6 +312,9 @@ def test_bad_input_is_one_line_before_any_work(
 
     assert "farm images" in refused('e2b.templates={"host" = "not-built"}')
     assert "e2b.concurrent" in refused("e2b.concurrent=0")
+    assert "lower limits.episode_s" in refused("limits.episode_s=3590")  # an hour is all that the double's account has
+    double.faults.append(Fault(where=CREATE, status=402, message="payment required"))
+    assert "raise the account's limits" in refused()
     monkeypatch.setenv("E2B_API_KEY", "e2b_" + "1" * 40)
     assert "set E2B_API_KEY" in refused()
     monkeypatch.delenv("E2B_API_KEY")
@@ -319,6 +323,43 @@ def test_bad_input_is_one_line_before_any_work(
     monkeypatch.setenv("E2B_API_URL", "http://127.0.0.1:9")
     assert "reachable" in refused()
     assert double.created == []
+
+
+def test_a_check_tries_the_account_once_and_leaves_nothing(double: E2BDouble, tmp_path: Path) -> None:
+    made = provider(tmp_path, life_s=3_000.0)
+    double.faults.append(Fault(where=CREATE, after=True))  # the answer is lost
+    asyncio.run(made.check(["host"]))
+    assert len(double.created) == 1
+    assert leaves_nothing(made, double)
+
+
+def test_an_account_that_is_full_just_now_keeps_no_run_from_starting(double: E2BDouble, tmp_path: Path) -> None:
+    double.faults.append(Fault(where=CREATE, times=99, status=429, message="maximum number of concurrent sandboxes"))
+    asyncio.run(provider(tmp_path, life_s=3_000.0).check(["host"]))
+    assert double.created == []
+
+
+@pytest.mark.parametrize("status", [429, 503, 0])
+def test_a_check_of_many_templates_is_no_attack_and_survives_a_refusal(
+    double: E2BDouble, tmp_path: Path, status: int
+) -> None:
+    images = [f"image-{number}" for number in range(300)]
+    made = provider(tmp_path, templates={image: image for image in images[:-1]})
+    double.built |= dict.fromkeys(images[:-1], "host")
+    for where in ("GET /v2/sandboxes$", "GET /templates/aliases/"):
+        double.faults.append(Fault(where=where, times=3, status=status, message="planned"))
+    asyncio.run(made.check(images[:-1]))
+    assert double.templates_at_once <= 8
+    with pytest.raises(UsageError, match=r"no template 'farm-image-299-\w+' for image 'image-299'; build it"):
+        asyncio.run(made.check(images))
+
+
+def test_a_service_that_keeps_refusing_is_told_after_a_few_tries(double: E2BDouble, tmp_path: Path) -> None:
+    double.faults.append(Fault(where="GET /templates/aliases/", times=10_000, status=429, message="rate limit"))
+    made = provider(tmp_path, templates={f"image-{number}": f"known-{number}" for number in range(300)})
+    with pytest.raises(UsageError, match=r"429.*raise the account's limits"):
+        asyncio.run(made.check(f"image-{number}" for number in range(300)))
+    assert sum(request.startswith("GET /templates/") for request in double.requests) <= 16 * 5
 
 
 def test_a_template_that_is_there_is_not_built_and_one_that_fails_is_told(double: E2BDouble, tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def _put(archive: tarfile.TarFile, name: str, content: bytes, mode: int) -> None
 
 class Registry:
     """``add`` an image, then pull ``{registry.address}/NAME:latest``. ``refuse``: how many manifests are answered with
-    429 first; ``pulls``: (time, name) of the manifests that were given."""
+    429 first; ``asked``: the names of the images that were asked for, each as often as it was."""
 
     def __init__(self) -> None:
         self.address = ""

@@ -1,11 +1,14 @@
-"""What the errors of Docker and of the E2B SDK mean: the tables."""
+"""What the errors of Docker and of the E2B SDK mean: the tables, and what the SDK can make of a cancellation."""
 
 from __future__ import annotations
+
+import asyncio
+import contextlib
 
 import pytest
 
 from farm.errors import UsageError
-from farm.sandbox import docker_faults
+from farm.sandbox import docker_faults, e2b
 from farm.sandbox.e2b_faults import Next, verdict
 from farm.sandbox.optional import sdk
 
@@ -72,3 +75,29 @@ def test_an_sdk_that_is_missing_or_of_another_version() -> None:
     with pytest.raises(UsageError, match="below 1"):
         sdk("pytest", oldest=(0, 1), below=1)
     assert sdk("pytest", oldest=(7, 0), below=1000) is pytest
+
+
+@pytest.mark.parametrize("loses_it", [False, True])
+def test_a_cancellation_that_the_sdk_hides_stays_one(loses_it: bool) -> None:
+    """Tried again, or taken for an answer, it would leave the command running until its sandbox's deadline."""
+    calls = []
+
+    async def hides_it() -> None:
+        calls.append(1)
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            if not loses_it:
+                raise ConnectionError("Request was cancelled") from None
+
+    async def run() -> None:
+        task = asyncio.create_task(e2b._tried(hides_it))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert calls == [1]
+        with contextlib.nullcontext() if loses_it else pytest.raises(ConnectionError):
+            await e2b._once(hides_it, 0.01)  # its own time-out is no cancellation
+
+    asyncio.run(run())

@@ -18,21 +18,27 @@ from farm.sandbox.image_plan import HeldImage, evictions, full_name, registry_of
 from farm.sandbox.pacing import Pace
 from farm.sandbox.shared_state import locked, peek, try_lock
 
+STEP = st.tuples(st.floats(0, 5), st.none() | st.floats(0, 3), st.floats(0, 20))
 
-@given(
-    st.lists(st.tuples(st.floats(0, 5), st.none() | st.floats(0, 3)), max_size=30), st.floats(0.1, 10)
-)  # (time since the step before, refusal)
-def test_starts_are_apart_and_never_within_a_refusal(steps: list[tuple[float, float | None]], per_s: float) -> None:
+
+@given(st.lists(STEP, max_size=30), st.floats(0.1, 10))  # (time since the step before, refusal, patience)
+def test_starts_are_apart_and_never_within_a_refusal(
+    steps: list[tuple[float, float | None, float]], per_s: float
+) -> None:
     pace, now_s, last_s, blocked_s = Pace(), 100.0, 0.0, 0.0
-    for elapsed_s, refused_s in steps:
+    for elapsed_s, refused_s, patience_s in steps:
         now_s += elapsed_s
         if refused_s is not None:
             pace = pacing.back_off(pace, now_s=now_s, wait_s=refused_s)
             blocked_s = max(blocked_s, now_s + refused_s)
-        pace, at_s = pacing.reserve(pace, now_s=now_s, per_s=per_s)
+        after, at_s = pacing.reserve(pace, now_s=now_s, per_s=per_s, by_s=now_s + patience_s)
         assert at_s >= max(now_s, blocked_s)
         assert at_s - last_s >= 1 / per_s - 1e-6
-        last_s = at_s
+        if at_s > now_s + patience_s:  # too late for this one: nobody behind it waits longer for that
+            assert after == pace
+        else:
+            last_s = at_s
+        pace = after
 
 
 @given(st.dictionaries(st.text(max_size=3), st.floats(0, 100)), st.floats(0, 100), st.integers(1, 5))
@@ -119,6 +125,25 @@ def test_an_account_holds_no_more_than_it_may(tmp_path: Path) -> None:
         await two.release("b")
         await two.release("b")
         assert one.held() == 1
+
+    asyncio.run(run())
+
+
+def test_who_finds_no_place_in_time_puts_nobody_off(tmp_path: Path) -> None:
+    """However often it is tried: only the creations that happen count."""
+    clock = [1000.0]
+    limit = AccountLimit(tmp_path, creates_per_s=0.01, concurrent=99, now=lambda: clock[0])
+
+    async def run() -> None:
+        await limit.acquire("first", until_s=5000.0, deadline_at_s=1000.0)
+        for number in range(20):
+            with pytest.raises(SandboxStartError):
+                await limit.acquire(f"late-{number}", until_s=5000.0, deadline_at_s=1050.0)
+            with pytest.raises(SandboxStartError):
+                await limit.another(deadline_at_s=1050.0)
+        assert limit.held() == 1
+        clock[0] = 1100.0
+        await limit.acquire("next", until_s=5000.0, deadline_at_s=1100.0)
 
     asyncio.run(run())
 
