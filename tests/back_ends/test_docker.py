@@ -459,9 +459,12 @@ def tasks_of(folder: Path, images: list[str]) -> None:
         write_folder(folder / f"{number}", toml=own)
 
 
-def test_images_that_do_not_fit_together_are_told_and_not_pulled(registry: Registry, tmp_path: Path) -> None:
-    tasks_of(tmp_path, [f"{registry.address}/swebench/one", f"{registry.address}/swebench/two"])
-    command = ["images", "--tasks", f"harbor:{tmp_path}", "--set", "docker.image_budget_bytes=1"]
+def test_images_that_do_not_fit_together_are_told_and_not_pulled(
+    registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("farm.sandbox.docker.state_directory", lambda: tmp_path / "state")  # a ledger of its own
+    tasks_of(tmp_path / "tasks", [f"{registry.address}/swebench/one", f"{registry.address}/swebench/two"])
+    command = ["images", "--tasks", f"harbor:{tmp_path / 'tasks'}", "--set", "docker.image_budget_bytes=1"]
     done = CliRunner().invoke(cli.main, command)
     assert done.exit_code == 1, done.output
     assert "swebench/one: ready after" in done.output
