@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from harness.lab import StageError, command_output
 from harness.profiles import BASE_POLICY
@@ -43,7 +43,7 @@ def bench(out: Path) -> None:
         left_s = sum(_TAKES_S.get(part_name, 10) for part_name in list(parts)[number - 1 :])
         console.print(f"[{number}/{len(parts)}] {name}, about {left_s} s left", style="dim")
         figures |= part()
-    table = Table("figure", "median", "p95", "n", "unit", box=None)
+    table = Table(Column("figure", overflow="fold"), "median", "p95", "n", "unit", box=None)
     for name, figure in figures.items():
         table.add_row(name, f"{figure['median']:.4g}", f"{figure['p95']:.4g}", str(figure["n"]), str(figure["unit"]))
     console.print(table)
