@@ -40,7 +40,7 @@ from farm.types import (
 )
 
 WORKER_GONE_KINDS = frozenset({"worker_lost", "preempted"})
-LOST_KINDS = frozenset({"worker_lost", "preempted", "lease_expired", "cancelled"})
+LOST_KINDS = WORKER_GONE_KINDS | {"lease_expired", "cancelled"}
 
 _UNBOUNDED = 1 << 30
 

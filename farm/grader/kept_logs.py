@@ -39,7 +39,7 @@ def keep(place: Path, *, instance_id: str, patch: str, script: str, log: str, re
         place.parent.mkdir(parents=True, exist_ok=True)
         fresh = Path(tempfile.mkdtemp(prefix=".new-", dir=place.parent))
         for name, text in files.items():
-            (fresh / name).write_text(text)
+            (fresh / name).write_text(text, encoding="utf-8")
         fresh.chmod(0o755)
         fresh.rename(place)
     except OSError as error:

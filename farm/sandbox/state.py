@@ -145,11 +145,18 @@ def remove_groups(groups: tuple[str, ...] | list[str]) -> bool:
 
 def _kill_members(group: str) -> None:
     """A sandbox whose first process was killed while it made the second one leaves that behind."""
+    members = f"{group}/cgroup.procs"
     with contextlib.suppress(FileNotFoundError):
-        for line in read_kernel_file(f"{group}/cgroup.procs").split():
-            if line != "0":  # one that this process can't see
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(int(line), signal.SIGKILL)
+        for line in read_kernel_file(members).split():
+            if line == "0":  # one that this process can't see
+                continue
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                handle = os.pidfd_open(int(line))
+                try:
+                    if line in read_kernel_file(members).split():  # else somebody else has its number by now
+                        signal.pidfd_send_signal(handle, signal.SIGKILL)
+                finally:
+                    os.close(handle)
 
 
 def sweep(directory: Path, *, now_s: float, patience_s: float = 5.0) -> int:

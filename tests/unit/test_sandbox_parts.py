@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from farm.errors import SandboxLostError, SandboxStartError, UsageError
 from farm.protocols import SandboxSpec
-from farm.sandbox import cgroup, command_server, rootfs, state
+from farm.sandbox import cgroup, command_server, launcher, rootfs, state
 from farm.sandbox.bubblewrap import BubblewrapProvider
 from farm.sandbox.fake import FakeProvider, FakeSandbox, result
 from farm.sandbox.host import bwrap_problem, check_host, host_uids, namespaces_problem
@@ -277,3 +277,21 @@ def test_the_fake_is_slow_and_scripted() -> None:
             assert (done.output, done.exit_code) == ("ls ['/a']", 1)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("files", "kills"),
+    [
+        ({"memory.failcnt": "3\n", "memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"}, 2),
+        ({"memory.failcnt": "0\n", "memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"}, 0),
+        ({"memory.events": "low 0\nhigh 0\nmax 9\noom 1\noom_kill 4\noom_group_kill 0\n"}, 4),
+        ({"memory.events": "low 0\nhigh 0\nmax 0\noom 0\noom_kill 4\noom_group_kill 0\n"}, 0),
+        ({}, 0),
+    ],
+    ids=["v1", "v1, the host's", "v2", "v2, the host's", "no memory group"],
+)
+def test_only_a_sandbox_at_its_own_limit_was_killed_by_it(tmp_path: Path, files: dict[str, str], kills: int) -> None:
+    """A host without memory kills in its groups, too; that is no doing of the agent's."""
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert launcher._oom_kills([str(tmp_path / "other"), str(tmp_path)]) == kills
