@@ -4,7 +4,6 @@ none lands twice, its worker ends by itself, and comes back when the link does."
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,18 +16,6 @@ from farm.types import Graded
 SLOTS = 4
 
 pytestmark = pytest.mark.timeout(900)
-
-
-@pytest.fixture
-def net() -> Iterator[NetHosts]:
-    with NetHosts("worker-a", "worker-b") as net:
-        yield net
-
-
-@pytest.fixture
-def hosts(tmp_path: Path, net: NetHosts) -> Iterator[SshHosts]:
-    with SshHosts(tmp_path / "ssh", "worker-a", "worker-b", net=net) as hosts:
-        yield hosts
 
 
 def write_config(folder: Path, hosts: SshHosts) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,18 +12,6 @@ from ssh_hosts import SshHosts
 from farm.types import Graded
 
 pytestmark = pytest.mark.timeout(600)
-
-
-@pytest.fixture
-def net() -> Iterator[NetHosts]:
-    with NetHosts("worker-a", "worker-b") as net:
-        yield net
-
-
-@pytest.fixture
-def hosts(tmp_path: Path, net: NetHosts) -> Iterator[SshHosts]:
-    with SshHosts(tmp_path / "ssh", "worker-a", "worker-b", net=net) as hosts:
-        yield hosts
 
 
 def write_config(folder: Path, hosts: SshHosts, engine_host: str) -> str:
