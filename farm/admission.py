@@ -190,20 +190,21 @@ class Admission:
         for ask in list(self._queue.values()):
             if len(closed) == len(self._engines):
                 break
-            able = [url for url in self._engines if self._is_able(ask, url)]
+            able = [  # to run it, were they empty
+                url
+                for url, engine in self._engines.items()
+                if engine.step is not None and engine.step >= ask.min_step and ask.tokens <= self._largest[url]
+            ]
+            if not able:
+                continue
             fitting = [url for url in able if url not in closed and self._free_tokens(url) >= ask.tokens]
             if fitting:
                 del self._queue[ask.key]
                 self._waits_for.pop(ask.key, None)
                 grants.append(self._take(ask, min(fitting, key=lambda url: self._preference(ask, url))))
-            elif able and not closed.issuperset(able):
+            elif not closed.issuperset(able):
                 closed.add(self._awaited(ask, [url for url in able if url not in closed]))
         return grants
-
-    def _is_able(self, ask: Ask, url: str) -> bool:
-        """Whether the engine may run the episode, were it empty."""
-        step = self._engines[url].step
-        return step is not None and step >= ask.min_step and ask.tokens <= self._largest[url]
 
     def _free_tokens(self, url: str) -> int:
         return self._limits[url] - self._reserved.get(url, 0)

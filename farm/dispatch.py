@@ -138,7 +138,7 @@ class EndlessPlan:
 class DispatchPolicy:
     """``retries``: how many failures at a boundary an episode survives. ``lost_limit``: the same for attempts that were
     lost with their worker or lease. ``lease_s`` must be longer than the episode's own wall limit. ``place_delay_s``:
-    how long an attempt waits that could not be placed.
+    how long an attempt waits that could not be placed, and every other that needs as much room.
     ``groups_per_step`` None: nobody consumes, so no staleness bound (evaluation)."""
 
     retries: Mapping[Boundary, int]
@@ -284,8 +284,9 @@ class _Group:
 
 @dataclass(slots=True)
 class _Live:
-    """An opened episode that is not closed."""
+    """An opened episode that is not closed. ``id`` is the episode's."""
 
+    id: str
     episode: Episode
     group: _Group
     queued_at_s: float
@@ -357,6 +358,8 @@ class Dispatcher:
         self._closed_groups = 0
         self._capacity = 0
         self._gone = 0  # slots that went with workers since the capacity was told
+        self._no_room_tokens = 0  # an attempt at so long an episode found no engine,
+        self._no_room_until_s = -math.inf  # so none is issued until then
         self._step: int | None = None
         self._consumed = 0
         self._draining = False
@@ -480,10 +483,10 @@ class Dispatcher:
         if self._tripped is not None:
             return
         for live in self._held:
-            if live.episode.id in self._live:  # else an older attempt has landed meanwhile
+            if live.id in self._live:  # else an older attempt has landed meanwhile
                 *prior, failure = live.prior
                 commands.append(LandFailed(episode=live.episode, failure=failure, prior=tuple(prior)))
-                self._close(live.episode.id, "failed", now_s, commands)
+                self._close(live.id, "failed", now_s, commands)
         self._held.clear()
 
     @property
@@ -496,7 +499,12 @@ class Dispatcher:
         if live is not None and live.leased == event.attempt:
             live.leased = None
             live.next_number = event.attempt  # it never started, so its number is free
-            self._delay(live, now_s + self._policy.place_delay_s)
+            tokens = live.episode.limits.max_context_tokens
+            if now_s >= self._no_room_until_s:
+                self._no_room_until_s = now_s + self._policy.place_delay_s
+                self._no_room_tokens = tokens
+            self._no_room_tokens = min(self._no_room_tokens, tokens)
+            self._delay(live, self._no_room_until_s)
 
     def _expire(self, now_s: float, commands: list[Command]) -> None:
         for (episode_id, number), flight in list(self._flights.items()):
@@ -552,7 +560,7 @@ class Dispatcher:
             episode=live.episode, reason=reason, prior=tuple(live.prior), next_number=live.next_number
         )
         commands.append(command)
-        self._close(live.episode.id, "dropped", now_s, commands)
+        self._close(live.id, "dropped", now_s, commands)
 
     def _is_stale(self, group: _Group) -> bool:
         """No step within the bound can train on the group any more, so completing it is wasted work."""
@@ -575,14 +583,15 @@ class Dispatcher:
                     return
                 self._open_next(now_s)
                 continue
+            if now_s < self._no_room_until_s and live.episode.limits.max_context_tokens >= self._no_room_tokens:
+                self._delay(live, self._no_room_until_s)
+                continue
             number = live.next_number
             live.next_number += 1
             live.leased = number
             if live.group.born_step is None:
                 live.group.born_step = self._step
-            self._flights[live.episode.id, number] = _Flight(
-                deadline_s=now_s + self._policy.lease_s, started_at_s=now_s
-            )
+            self._flights[live.id, number] = _Flight(deadline_s=now_s + self._policy.lease_s, started_at_s=now_s)
             commands.append(
                 Run(episode=live.episode, number=number, prior=tuple(live.prior), queued_at_s=live.queued_at_s)
             )
@@ -610,11 +619,12 @@ class Dispatcher:
         if not episodes:
             self._closed_groups += 1
         for episode in episodes:
-            prior = list(self._remembered.get(episode.id, ()))
-            live = _Live(episode=episode, group=group, queued_at_s=now_s, prior=prior)
+            episode_id = episode.id
+            prior = list(self._remembered.get(episode_id, ()))
+            live = _Live(id=episode_id, episode=episode, group=group, queued_at_s=now_s, prior=prior)
             live.next_number = 1 + max((f.attempt for f in prior), default=0)
-            self._live[episode.id] = live
-            heapq.heappush(self._ready, (group.position, episode.index, episode.id))
+            self._live[episode_id] = live
+            heapq.heappush(self._ready, (group.position, episode.index, episode_id))
 
     def _skip_landed_groups(self) -> None:
         """Pass over the leading groups that are complete in the ledger, without holding them."""
@@ -627,7 +637,7 @@ class Dispatcher:
     def _wait(self, live: _Live, now_s: float, *, not_before_s: float) -> None:
         live.queued_at_s = now_s
         if not_before_s <= now_s:
-            heapq.heappush(self._ready, (live.group.position, live.episode.index, live.episode.id))
+            heapq.heappush(self._ready, (live.group.position, live.episode.index, live.id))
         else:
             self._delay(live, not_before_s)
 

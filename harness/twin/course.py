@@ -162,10 +162,10 @@ class Course:
             return
         now_s, context, turn = self._site.clock.now_s, self._context, self._turn
         allowed = allowance(self._limits, turns=turn, context_tokens=int(context), left_s=self._deadline_s - now_s)
-        if isinstance(allowed, EndReason):
+        if not isinstance(allowed, int):
             self._end(allowed)
             return
-        if self.fault is Boundary.ENGINE:
+        if self.fault is not None and self.fault is Boundary.ENGINE:
             self._fail(Boundary.ENGINE, "injected")
             return
         script, record = self._script, self._record
@@ -174,7 +174,7 @@ class Course:
             record = self._record = Request(
                 prefix=self.episode_id,
                 group=self.episode.group_id,
-                group_tokens=script.prompt,
+                group_tokens=float(script.prompt),
                 tokens=context,
                 sample=script.outputs[turn],
                 max_new_tokens=allowed,
@@ -207,7 +207,7 @@ class Course:
                 self._end(EndReason.SUBMITTED)
                 return
             command_s, left_s = script.commands_s[turn], self._deadline_s - now_s
-            if left_s <= 0:
+            if left_s <= 0.0:
                 self._end(EndReason.TIME_LIMIT)
                 return
             if command_s > limits.tool_s:

@@ -24,6 +24,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from harness.twin.clock import Timeline
 from harness.twin.roofline import EngineSpeed
@@ -32,7 +33,7 @@ RATIO_START, RATIO_MIN, RATIO_STEPS = 0.7, 0.098, 600
 RETRACT_STEPS = 20
 CLIP_NEW_TOKENS = 4096
 MAX_RUNNING = 1024
-_QUEUE_CHECK_STEPS = 50  # with requests waiting, admission is looked at again after so many steps
+_QUEUE_CHECK_STEPS = 50.0  # with requests waiting, admission is looked at again after so many steps
 _DUE_STEPS = 1e-6  # rounding of the time must not put off what is due
 _FULL_TOKENS = 1e-5
 _TINY_S = 1e-9
@@ -46,7 +47,7 @@ class Request:
 
     prefix: str
     group: str
-    group_tokens: int
+    group_tokens: float
     tokens: float
     sample: int
     max_new_tokens: int
@@ -108,13 +109,19 @@ class EngineModel:
     _kept: dict[str, float] = field(default_factory=dict)  # oldest first
     _kept_tokens: float = 0.0
     _entry: int = 0
+    _batch: float = 0.0  # how many run; since the last event, like the two that follow
+    _first_s: float = 0.0  # what the first step takes
+    _more_s: float = 0.0  # how much more each further step takes
     _ratio: float = RATIO_START
     _ratio_at: float = 0.0
     _paused: bool = False
-    _version: int = 0
-    _due_s: float = math.inf  # when it has to be looked at again
-    _wake_s: float = math.inf  # for when that is on the timeline, perhaps too early
     _is_busy: bool = False
+    _capacity: float = field(init=False)  # arithmetic of floats and ints takes twice as long
+    _look_at: Callable[[float], None] = field(init=False)  # sets when it has to be looked at again
+
+    def __post_init__(self) -> None:
+        self._capacity = float(self.capacity_tokens)
+        self._look_at = self.timeline.alarm(self._settle)
 
     # ------------------------------------------------------------------------------------- what is asked
 
@@ -150,68 +157,66 @@ class EngineModel:
 
     def abort(self, request: Request) -> None:
         """The request ends with what it has, without calling ``on_done``."""
-        self._advance()
+        self._settle(change=partial(self._drop, request))
+
+    def pause(self) -> None:
+        """All running requests go back to the queue, in their order, and their KV is dropped."""
+        self._settle(change=self._send_back)
+
+    def resume(self, step: int | None = None) -> None:
+        """Go on; with a ``step``, after its weights were loaded: nothing kept is valid any more."""
+        self._settle(change=partial(self._go_on, step))
+
+    def _drop(self, request: Request) -> None:
         if request._entry:
             self._leave(request)
         else:
             self._waiting.remove(request)
         request.aborted = True
         self.totals.aborted += 1
-        self._settle()
 
-    def pause(self) -> None:
-        """All running requests go back to the queue, in their order, and their KV is dropped."""
-        self._advance()
+    def _send_back(self) -> None:
         for request in reversed(list(self._running.values())):
             self._leave(request)
             self._waiting.appendleft(request)
         self._paused = True
-        self._settle()
 
-    def resume(self, step: int | None = None) -> None:
-        """Go on; with a ``step``, after its weights were loaded: nothing kept is valid any more."""
-        self._advance()
+    def _go_on(self, step: int | None) -> None:
         if step is not None:
             self.step = step
             self._kept.clear()
             self._kept_tokens = 0.0
         self._paused = False
-        self._settle()
 
     # ------------------------------------------------------------------------------------- time
 
-    def _advance(self, came: int = 0) -> None:
-        """Decode until now. Never past a finish or a full cache: those are events of their own. ``came``: of those that
-        wait, who has only come now."""
-        now_s = self.timeline.now_s
-        gone_s = now_s - self._at_s
-        if gone_s <= 0.0:
-            return
-        self._at_s = now_s
-        batch = len(self._running)
-        if self._waiting and not self._paused:
-            self.totals.queue_s += gone_s * (len(self._waiting) - came)
-        if not batch:
-            return
-        totals, speed, tokens = self.totals, self.speed, self._tokens
-        token_s = speed.kv_token_s
-        rate = token_s * batch
-        first = speed.step_s[batch] + token_s * (tokens + self._shared)
-        steps = (math.sqrt(first * first + 2.0 * rate * gone_s) - first) / rate if rate > 0.0 else gone_s / first
-        more = batch * steps
-        self._steps += steps
-        self._tokens = tokens + more
-        totals.busy_s += gone_s
-        totals.use_s += gone_s * (tokens + 0.5 * more) / self.capacity_tokens
-
-    def _settle(self, came: int = 0) -> None:
-        """Everything that follows until now and from the present state: decoding, finishes, admissions, evictions, the
-        next event."""
-        self._advance(came)
+    def _settle(self, came: int = 0, change: Callable[[], None] | None = None) -> None:
+        """Everything that follows until now, from the present state or what ``change`` makes of it now: decoding,
+        finishes, admissions, evictions, the next event. ``came``: of those that wait, who has only come now."""
         timeline, running, finishes, waiting = self.timeline, self._running, self._finishes, self._waiting
+        totals, speed, capacity = self.totals, self.speed, self._capacity
+        # Decode until now. Never past a finish or a full cache: those are events of their own.
+        now_s = timeline.now_s
+        gone_s = now_s - self._at_s
+        if gone_s > 0.0:
+            self._at_s = now_s
+            if waiting and not self._paused:
+                totals.queue_s += gone_s * (len(waiting) - came)
+            if running:
+                tokens, first_s, more_s = self._tokens, self._first_s, self._more_s
+                if more_s > 0.0:
+                    steps = (math.sqrt(first_s * first_s + 2.0 * more_s * gone_s) - first_s) / more_s
+                else:
+                    steps = gone_s / first_s
+                more = self._batch * steps
+                self._steps += steps
+                self._tokens = tokens + more
+                totals.busy_s += gone_s
+                totals.use_s += gone_s * (tokens + 0.5 * more) / capacity
+        if change is not None:
+            change()
         if finishes and finishes[0][0] <= self._steps + _DUE_STEPS:
             self._finish_due()
-        totals, capacity = self.totals, self.capacity_tokens
         if capacity - self._tokens <= _FULL_TOKENS:
             self._make_room()
         if waiting and not self._paused:
@@ -223,20 +228,23 @@ class EngineModel:
             totals.peak_use = tokens / capacity
         if tokens + self._kept_tokens > capacity:
             self._evict()
-        batch = len(running)
-        if not batch:
+        if not running:
             if self._is_busy:
                 self._is_busy = False
-                self._due_s = math.inf
+                self._look_at(math.inf)
                 timeline.busy(-1.0)
             return
         if not self._is_busy:
             self._is_busy = True
             timeline.busy(1.0)
-        # The next event: somebody finishes, the cache is full, or admission is looked at again. What is already on the
-        # timeline is left there when it is not too late: it looks again (most events only put off the next).
+        # The next event: somebody finishes, the cache is full, or admission is looked at again.
         while finishes[0][1] not in running:
             heapq.heappop(finishes)
+        count = len(running)
+        batch = self._batch = float(count)
+        token_s = speed.kv_token_s
+        first_s = self._first_s = speed.step_s[count] + token_s * (tokens + self._shared)
+        more_s = self._more_s = token_s * batch
         steps = finishes[0][0] - self._steps
         room = (capacity - tokens) / batch
         if room < steps:
@@ -245,29 +253,7 @@ class EngineModel:
             steps = _QUEUE_CHECK_STEPS
         if steps < 0.0:
             steps = 0.0
-        speed = self.speed
-        self._due_s = due_s = self._at_s + steps * (
-            speed.step_s[batch] + speed.kv_token_s * (tokens + self._shared + 0.5 * batch * steps)
-        )
-        if due_s < self._wake_s:
-            self._call(due_s)
-
-    def _call(self, at_s: float) -> None:
-        self._wake_s = at_s
-        self._version += 1
-        self.timeline.at(at_s, self._wake, self._version)
-
-    def _wake(self, version: int) -> None:
-        if version != self._version:
-            return
-        if self._due_s > self._wake_s:
-            if self._running:
-                self._call(self._due_s)
-            else:
-                self._wake_s = math.inf
-            return
-        self._wake_s = math.inf
-        self._settle()
+        self._look_at(self._at_s + steps * (first_s + 0.5 * more_s * steps))
 
     # ------------------------------------------------------------------------------------- requests leave
 
@@ -276,7 +262,9 @@ class EngineModel:
             return  # the last token is still being computed: a prefill goes first
         finishes, running, kept = self._finishes, self._running, self._kept
         due = self._steps + _DUE_STEPS
-        while finishes and finishes[0][0] <= due:
+        while finishes:
+            if finishes[0][0] > due:
+                return
             request = running.get(heapq.heappop(finishes)[1])
             if request is None:
                 continue
@@ -349,7 +337,7 @@ class EngineModel:
                 request
             ):
                 return
-            del waiting[0]
+            waiting.popleft()
             cached = kept.pop(request.prefix, 0.0)
             if cached:
                 self._kept_tokens -= cached
@@ -372,7 +360,8 @@ class EngineModel:
             entry = self._entry = request._entry = self._entry + 1
             running[entry] = request
             steps = request._since = self._steps
-            heapq.heappush(self._finishes, (steps + max(0.0, request.target - request.sampled), entry))
+            left = request.target - request.sampled
+            heapq.heappush(self._finishes, (steps + left if left > 0.0 else steps, entry))
 
     def _fits(self, request: Request) -> bool:
         """Whether it does by SGLang's estimate, when it would not if all took as much as they may."""

@@ -43,7 +43,8 @@ class EngineSpeed:
         """``new`` tokens after ``before`` that are cached."""
         compute_s = new * (self.prefill_token_s + self.prefill_pair_s * (before + new / 2))
         chunks = -(-new // CHUNK_TOKENS)
-        return float(chunks * self.prefill_chunk_s + max(compute_s, chunks * self.prefill_floor_s))
+        floor_s = chunks * self.prefill_floor_s
+        return chunks * self.prefill_chunk_s + (compute_s if compute_s > floor_s else floor_s)
 
 
 def capacity_tokens(shape: ModelShape, gpu: Gpu, *, memory_fraction: float, reserved_bytes: float) -> int:

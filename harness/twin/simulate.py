@@ -116,20 +116,22 @@ class _World:
     # ------------------------------------------------------------------------------------- the driver
 
     def _handle(self, event: DispatchEvent) -> None:
-        unplaced: list[tuple[str, int]] = []
-        for command in self._dispatcher.handle(event, now_s=self._clock.now_s):
-            self._execute(command, unplaced)
-        for episode_id, number in unplaced:
-            self._handle(Unissued(episode_id=episode_id, attempt=number))
+        # A stack: while no engine takes anything, every attempt that waits is tried, one after the other.
+        events = [event]
+        while events:
+            unplaced: list[DispatchEvent] = []
+            for command in self._dispatcher.handle(events.pop(), now_s=self._clock.now_s):
+                self._execute(command, unplaced)
+            events.extend(reversed(unplaced))
         if self._dispatcher.done:
             self._clock.stop()
 
-    def _execute(self, command: Command, unplaced: list[tuple[str, int]]) -> None:
+    def _execute(self, command: Command, unplaced: list[DispatchEvent]) -> None:
         match command:
             case Run():
                 episode_id = command.episode.id
                 if not self._issue(command, episode_id):
-                    unplaced.append((episode_id, command.number))
+                    unplaced.append(Unissued(episode_id=episode_id, attempt=command.number))
             case Cancel():
                 self._cancel((command.episode_id, command.number))
             case Forget():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from makers import failure, make_task
 
 from farm.dispatch import (
@@ -150,6 +152,17 @@ def test_what_could_not_be_placed_keeps_its_number_and_budget() -> None:
     dispatcher.handle(Unissued(episode_id=first.episode.id, attempt=1), now_s=0.0)
     assert ("t0", 0, 1) in runs(list(dispatcher.handle(Capacity(slots=8), now_s=1.0)))
     assert dispatcher.counts().retried == 0
+
+
+def test_one_is_tried_for_all_that_need_as_much_room() -> None:
+    small = replace(make_task("small"), own_limits={"max_context_tokens": Limits().max_context_tokens // 2})
+    plan = FinitePlan([*TASKS[:2], small], replace(SPEC, group_size=1))
+    dispatcher = Dispatcher(plan, replace(POLICY, place_delay_s=1.0))
+    (first,) = (c for c in dispatcher.handle(Capacity(slots=1), now_s=0.0) if isinstance(c, Run))
+    unissued = Unissued(episode_id=first.episode.id, attempt=1)
+    assert runs(list(dispatcher.handle(unissued, now_s=0.0))) == [("small", 0, 1)], "t1 needs what t0 did not get"
+    assert runs(list(dispatcher.handle(Capacity(slots=9), now_s=0.9))) == []
+    assert runs(list(dispatcher.handle(Tick(), now_s=1.0))) == [("t0", 0, 1), ("t1", 0, 1)], "the oldest first"
 
 
 def test_resume_skips_what_landed_and_completes_partial_groups() -> None:

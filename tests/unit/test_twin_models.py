@@ -100,6 +100,37 @@ def test_what_is_due_runs_in_order_of_time_and_asking() -> None:
     assert seen == ["a", "b", "c"]
 
 
+@pytest.mark.parametrize("cores", [None, 1.0])
+def test_an_alarm_rings_once_at_the_time_it_was_last_set_for(cores: float | None) -> None:
+    clock, seen = Clock(), []
+    timeline = clock if cores is None else Cpu(clock, cores)
+    early = timeline.alarm(lambda: seen.append(("early", clock.now_s)))
+    late = timeline.alarm(lambda: seen.append(("late", clock.now_s)))
+    never = timeline.alarm(lambda: seen.append(("never", clock.now_s)))
+    early(5.0)
+    late(1.0)
+    never(2.0)
+    early(3.0)
+    late(7.0)
+    never(math.inf)
+    clock.at(3.0, lambda _: seen.append(("asked", clock.now_s)))
+    clock.at(4.0, lambda _: early(1.0))
+    clock.run(100.0)
+    assert sorted(seen[:2]) == [("asked", 3.0), ("early", 3.0)]
+    assert seen[2:] == [("early", 4.0), ("late", 7.0)], "a time that has passed is now"
+    assert clock.now_s == 7.0, "nothing is left to do"
+
+
+def test_an_alarm_competes_for_the_cores() -> None:
+    clock, ends = Clock(), []
+    cpu = Cpu(clock, cores=1.0)
+    cpu.run_job(2.0, lambda _: ends.append(("job", clock.now_s)))
+    cpu.alarm(lambda: ends.append(("alarm", clock.now_s)))(1.0)
+    cpu.busy(1.0)
+    clock.run(100.0)
+    assert ends == [("alarm", pytest.approx(2.0)), ("job", pytest.approx(4.0))]  # at half speed
+
+
 def test_jobs_share_the_cores() -> None:
     clock, ends = Clock(), []
     cpu = Cpu(clock, cores=1.0)
