@@ -9,6 +9,8 @@ The invariant (Rule 1), asserted by property tests over any interleaving:
 * Attempts in flight, those being cancelled included, never exceed the capacity given when the last one was issued.
 * Groups are opened in plan order, and ``opened - consumed <= (max_staleness + 1) * groups_per_step`` where a trainer
   consumes (Rule: the farm's lead over the trainer is bounded).
+* An attempt that found no engine waits ``place_delay_s``, and so does what needs as much room or more, for at most as
+  long: room depends on an episode's cap alone. Smaller ones pass meanwhile; afterwards the oldest come first.
 * A finite plan ends once failures stop: every retry is counted, by the boundary that failed or as lost, and bounded.
 * An episode lands as failed only after some attempt has succeeded since, or when nothing else is left to try: until
   then its fault may be everybody's. When the breaker trips (:mod:`farm.breaker`) nothing more is issued and nothing
@@ -138,7 +140,7 @@ class EndlessPlan:
 class DispatchPolicy:
     """``retries``: how many failures at a boundary an episode survives. ``lost_limit``: the same for attempts that were
     lost with their worker or lease. ``lease_s`` must be longer than the episode's own wall limit. ``place_delay_s``:
-    how long an attempt waits that could not be placed, and every other that needs as much room.
+    how long an attempt waits that could not be placed, and at most every other that needs as much room or more.
     ``groups_per_step`` None: nobody consumes, so no staleness bound (evaluation)."""
 
     retries: Mapping[Boundary, int]
@@ -358,8 +360,8 @@ class Dispatcher:
         self._closed_groups = 0
         self._capacity = 0
         self._gone = 0  # slots that went with workers since the capacity was told
-        self._no_room_tokens = 0  # an attempt at so long an episode found no engine,
-        self._no_room_until_s = -math.inf  # so none is issued until then
+        self._no_room_tokens = 0  # a context cap for which no engine had room
+        self._no_room_until_s = -math.inf  # nothing of that cap or a larger one is issued before
         self._step: int | None = None
         self._consumed = 0
         self._draining = False
@@ -576,15 +578,17 @@ class Dispatcher:
         while self._delayed and self._delayed[0][0] <= now_s:
             _, position, index, episode_id = heapq.heappop(self._delayed)
             heapq.heappush(self._ready, (position, index, episode_id))
+        newest_waits = False
         while len(self._flights) < self._capacity - self._gone:
             live = self._pop_ready()
             if live is None:
-                if not self._openable():
-                    return
+                if newest_waits or not self._openable():
+                    return  # one group at a time: a plan without an end may have nothing that fits
                 self._open_next(now_s)
                 continue
             if now_s < self._no_room_until_s and live.episode.limits.max_context_tokens >= self._no_room_tokens:
                 self._delay(live, self._no_room_until_s)
+                newest_waits = newest_waits or live.group.position == self._position - 1
                 continue
             number = live.next_number
             live.next_number += 1
@@ -642,7 +646,7 @@ class Dispatcher:
             self._delay(live, not_before_s)
 
     def _delay(self, live: _Live, not_before_s: float) -> None:
-        heapq.heappush(self._delayed, (not_before_s, live.group.position, live.episode.index, live.episode.id))
+        heapq.heappush(self._delayed, (not_before_s, live.group.position, live.episode.index, live.id))
 
     @property
     def _exhausted(self) -> bool:

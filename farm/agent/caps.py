@@ -22,9 +22,9 @@ def allowance(limits: Limits, *, turns: int, context_tokens: int, left_s: float)
     room = limits.max_context_tokens - context_tokens
     if room <= 0:
         return EndReason.CONTEXT_FULL
-    if left_s <= 0.0:
+    if left_s <= 0:
         return EndReason.TIME_LIMIT
-    return room if room < limits.max_tokens_per_turn else limits.max_tokens_per_turn
+    return min(room, limits.max_tokens_per_turn)
 
 
 def end_of_turn(limits: Limits, *, cut: bool, context_tokens: int, unreadable: int) -> EndReason | None:

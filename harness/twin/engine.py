@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from harness.twin.clock import Timeline
+from harness.twin.clock import Alarm, Timeline
 from harness.twin.roofline import EngineSpeed
 
 RATIO_START, RATIO_MIN, RATIO_STEPS = 0.7, 0.098, 600
@@ -69,7 +69,6 @@ class Request:
         self.tokens, self.sample, self.max_new_tokens = tokens, sample, max_new_tokens
         self.target = sample if sample < max_new_tokens else max_new_tokens
         self.sampled = 0.0
-        self.cut = False
 
 
 @dataclass(slots=True)
@@ -117,11 +116,11 @@ class EngineModel:
     _paused: bool = False
     _is_busy: bool = False
     _capacity: float = field(init=False)  # arithmetic of floats and ints takes twice as long
-    _look_at: Callable[[float], None] = field(init=False)  # sets when it has to be looked at again
+    _look: Alarm = field(init=False)  # when it has to be looked at again
 
     def __post_init__(self) -> None:
         self._capacity = float(self.capacity_tokens)
-        self._look_at = self.timeline.alarm(self._settle)
+        self._look = self.timeline.alarm(self._settle)
 
     # ------------------------------------------------------------------------------------- what is asked
 
@@ -231,7 +230,7 @@ class EngineModel:
         if not running:
             if self._is_busy:
                 self._is_busy = False
-                self._look_at(math.inf)
+                self._look.set(math.inf)
                 timeline.busy(-1.0)
             return
         if not self._is_busy:
@@ -253,7 +252,7 @@ class EngineModel:
             steps = _QUEUE_CHECK_STEPS
         if steps < 0.0:
             steps = 0.0
-        self._look_at(self._at_s + steps * (first_s + 0.5 * more_s * steps))
+        self._look.set(self._at_s + steps * (first_s + 0.5 * more_s * steps))
 
     # ------------------------------------------------------------------------------------- requests leave
 
@@ -288,8 +287,9 @@ class EngineModel:
         request.tokens = tokens = request.tokens + more
         if self.shares_prefixes:
             groups, group = self._groups, request.group
-            groups[group] -= 1
-            if groups[group]:
+            others = groups[group] - 1
+            if others:
+                groups[group] = others
                 self._shared -= request.group_tokens
                 tokens -= request.group_tokens
             else:
@@ -327,9 +327,6 @@ class EngineModel:
 
     def _admit(self) -> None:
         waiting, running, kept, groups = self._waiting, self._running, self._kept, self._groups
-        now_s = self.timeline.now_s
-        if self._at_s < now_s:
-            self._at_s = now_s
         while waiting and len(running) < self.max_running:
             request = waiting[0]
             tokens, group = request.tokens, request.group
@@ -350,12 +347,11 @@ class EngineModel:
             request.sampled += 1.0
             request.tokens = tokens = tokens + 1.0
             if self.shares_prefixes:
-                if group in groups:
-                    groups[group] += 1
+                others = groups.get(group, 0)
+                groups[group] = others + 1
+                if others:
                     self._shared += request.group_tokens
                     tokens -= request.group_tokens
-                else:
-                    groups[group] = 1
             self._tokens += tokens
             entry = self._entry = request._entry = self._entry + 1
             running[entry] = request

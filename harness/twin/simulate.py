@@ -116,7 +116,7 @@ class _World:
     # ------------------------------------------------------------------------------------- the driver
 
     def _handle(self, event: DispatchEvent) -> None:
-        # A stack: while no engine takes anything, every attempt that waits is tried, one after the other.
+        # A stack, for a refusal is an event that may issue what is refused, too, and so on.
         events = [event]
         while events:
             unplaced: list[DispatchEvent] = []

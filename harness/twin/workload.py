@@ -91,16 +91,16 @@ class HeavyTail:
         turns = self.turns_median * math.exp(self.task_sigma * length + self.attempt_sigma * own)
         count = max(1, min(MAX_TURNS, round(turns)))
         # Log-normal with the mean m: m * exp(sigma * z - sigma^2 / 2).
-        outputs, observations, commands = np.exp(draw.standard_normal((3, count)) * self._sigmas + self._log_means)
+        drawn = np.exp(draw.standard_normal((3, count)) * self._sigmas + self._log_means)
         runs_away, luck = draw.random(count) < self.runaway, draw.random()
-        np.maximum(outputs, 1.0, out=outputs)
-        outputs[runs_away] = ENDLESS
-        tokens: list[int] = outputs.astype(np.int64).tolist()
+        np.maximum(drawn[0], 1.0, out=drawn[0])
+        drawn[0, runs_away] = ENDLESS
+        outputs, observations = drawn[:2].astype(np.int64).tolist()
         return Script(
             prompt=self.prompt_tokens,
-            outputs=tokens,
-            observations=observations.astype(np.int64).tolist(),
-            commands_s=commands.tolist(),
+            outputs=outputs,
+            observations=observations,
+            commands_s=drawn[2].tolist(),
             collect_s=0.0,
             grade_s=self.grade_s * math.exp(self.grade_sigma * grade - self.grade_sigma**2 / 2),
             reward=1.0 if luck < _solved(skill, self.pass_rate) else 0.0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, given, settings
@@ -34,7 +35,8 @@ from farm.dispatch import (
 )
 from farm.types import Boundary, Episode, FailedAttempt, Limits, SamplingParams
 
-TASKS = [make_task(f"t{i}") for i in range(5)]
+# Of two sizes: what found no room holds back what is as large.
+TASKS = [replace(make_task(f"t{i}"), own_limits={"max_context_tokens": 256} if i % 2 else {}) for i in range(5)]
 LEASE_S = 100.0
 RETRIES = dict.fromkeys(Boundary, 2)
 

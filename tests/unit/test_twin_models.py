@@ -107,14 +107,14 @@ def test_an_alarm_rings_once_at_the_time_it_was_last_set_for(cores: float | None
     early = timeline.alarm(lambda: seen.append(("early", clock.now_s)))
     late = timeline.alarm(lambda: seen.append(("late", clock.now_s)))
     never = timeline.alarm(lambda: seen.append(("never", clock.now_s)))
-    early(5.0)
-    late(1.0)
-    never(2.0)
-    early(3.0)
-    late(7.0)
-    never(math.inf)
+    early.set(5.0)
+    late.set(1.0)
+    never.set(2.0)
+    early.set(3.0)
+    late.set(7.0)
+    never.set(math.inf)
     clock.at(3.0, lambda _: seen.append(("asked", clock.now_s)))
-    clock.at(4.0, lambda _: early(1.0))
+    clock.at(4.0, lambda _: early.set(1.0))
     clock.run(100.0)
     assert sorted(seen[:2]) == [("asked", 3.0), ("early", 3.0)]
     assert seen[2:] == [("early", 4.0), ("late", 7.0)], "a time that has passed is now"
@@ -125,10 +125,19 @@ def test_an_alarm_competes_for_the_cores() -> None:
     clock, ends = Clock(), []
     cpu = Cpu(clock, cores=1.0)
     cpu.run_job(2.0, lambda _: ends.append(("job", clock.now_s)))
-    cpu.alarm(lambda: ends.append(("alarm", clock.now_s)))(1.0)
+    cpu.alarm(lambda: ends.append(("alarm", clock.now_s))).set(1.0)
     cpu.busy(1.0)
     clock.run(100.0)
     assert ends == [("alarm", pytest.approx(2.0)), ("job", pytest.approx(4.0))]  # at half speed
+
+
+def test_the_time_of_a_cpu_is_now_whoever_asks() -> None:
+    clock, seen = Clock(), []
+    cpu = Cpu(clock, cores=1.0)
+    cpu.busy(2.0)
+    clock.at(4.0, lambda _: seen.append(cpu.now_s))
+    clock.run(9.0)
+    assert seen == [2.0]
 
 
 def test_jobs_share_the_cores() -> None:
