@@ -160,7 +160,8 @@ def test_what_needs_as_much_room_as_found_none_waits_with_it() -> None:
     dispatcher = Dispatcher(plan, replace(POLICY, place_delay_s=1.0))
     (first,) = (c for c in dispatcher.handle(Capacity(slots=1), now_s=0.0) if isinstance(c, Run))
     unissued = Unissued(episode_id=first.episode.id, attempt=1)
-    assert runs(list(dispatcher.handle(unissued, now_s=0.0))) == [("small", 0, 1)], "t1 needs what t0 did not get"
+    assert runs(list(dispatcher.handle(unissued, now_s=0.0))) == [], "t1 needs what t0 did not get"
+    assert runs(list(dispatcher.handle(Tick(), now_s=0.1))) == [("small", 0, 1)]
     assert runs(list(dispatcher.handle(Capacity(slots=9), now_s=0.9))) == []
     assert runs(list(dispatcher.handle(Tick(), now_s=1.0))) == [("t0", 0, 1), ("t1", 0, 1)], "the oldest first"
 
