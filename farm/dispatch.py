@@ -9,8 +9,8 @@ The invariant (Rule 1), asserted by property tests over any interleaving:
 * Attempts in flight, those being cancelled included, never exceed the capacity given when the last one was issued.
 * Groups are opened in plan order, and ``opened - consumed <= (max_staleness + 1) * groups_per_step`` where a trainer
   consumes (Rule: the farm's lead over the trainer is bounded).
-* An attempt that found no engine waits ``place_delay_s``, and so does what needs as much room or more, for at most as
-  long: room depends on an episode's cap alone. Smaller ones pass meanwhile; afterwards the oldest come first.
+* An attempt that found no engine waits, and so does what needs as much room or more, together and for at most
+  ``place_delay_s``: room depends on an episode's cap alone. Smaller ones pass; afterwards the oldest come first.
 * A finite plan ends once failures stop: every retry is counted, by the boundary that failed or as lost, and bounded.
 * An episode lands as failed only after some attempt has succeeded since, or when nothing else is left to try: until
   then its fault may be everybody's. When the breaker trips (:mod:`farm.breaker`) nothing more is issued and nothing
@@ -140,7 +140,7 @@ class EndlessPlan:
 class DispatchPolicy:
     """``retries``: how many failures at a boundary an episode survives. ``lost_limit``: the same for attempts that were
     lost with their worker or lease. ``lease_s`` must be longer than the episode's own wall limit. ``place_delay_s``:
-    how long an attempt waits that could not be placed, and at most every other that needs as much room or more.
+    the longest that one refusal holds back an attempt, and all that need as much room or more.
     ``groups_per_step`` None: nobody consumes, so no staleness bound (evaluation)."""
 
     retries: Mapping[Boundary, int]

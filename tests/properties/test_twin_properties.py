@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from hypothesis import given, settings
@@ -111,6 +112,38 @@ def _scenario(
         horizon_s=50_000.0,
         stop_after_steps=4 if trains else None,
     )
+
+
+_TIMES = st.integers(0, 12).map(float)
+
+
+@settings(deadline=None)
+@given(moves=st.lists(st.tuples(_TIMES, st.integers(0, 3), _TIMES | st.just(math.inf)), max_size=30))
+def test_alarms_ring_when_a_look_at_all_of_them_says_so(moves: list[tuple[float, int, float]]) -> None:
+    """``moves``: when, which, and for how much later it is set then."""
+    clock, rung = Clock(), []
+    alarms = [clock.alarm(lambda number=number: rung.append((clock.now_s, number))) for number in range(4)]
+    for at_s, number, later_s in moves:
+        clock.at(at_s, lambda move: alarms[move[0]].set(clock.now_s + move[1]), (number, later_s))
+    clock.run(100.0)
+
+    set_s, expected = [math.inf] * 4, []
+    for at_s, number, later_s in [*sorted(moves, key=lambda move: move[0]), (math.inf, 0, math.inf)]:
+        while (first_s := min(set_s)) < at_s:
+            expected.append((first_s, set_s.index(first_s)))
+            set_s[set_s.index(first_s)] = math.inf
+        set_s[number] = at_s + later_s
+    assert rung == expected
+
+
+def test_a_chain_of_refusals_is_as_long_as_it_likes() -> None:
+    """Each needs less than the one before, so none holds the next back, and all need more than any engine has."""
+    spec = PlanSpec(group_size=1, seed=1, purpose="eval", sampling=SamplingParams(), limits=LIMITS)
+    fits, *others = tasks(3000)
+    large = [replace(task, own_limits={"max_context_tokens": 9000 - n}) for n, task in enumerate(others)]
+    result = simulate(replace(_scenario(seed=1), plan=FinitePlan([fits, *large], spec), horizon_s=0.1))
+    assert result.counts is not None
+    assert (result.counts.in_flight, result.counts.waiting) == (1, len(large))
 
 
 @settings(max_examples=15, deadline=None)
